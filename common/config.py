@@ -1,0 +1,211 @@
+"""Every setting of Baton: frozen dataclasses, units last in names. `resolve()` decides each "auto" once and returns
+what it decided. Environment variables are read in `env.py` and nowhere else.
+
+Owns: the settings and their validity. Never: a default that depends on the machine (that is `resolve`'s to decide and
+to report), or a change after start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from baton.common.errors import ConfigError
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+LANES = ("local", "ucx", "zmq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """`model` is a built-in name ("smollm2-135m-instruct", "fake"), a Hugging Face directory, or a .gguf file."""
+
+    model: str = "smollm2-135m-instruct"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int | None = None  # None: what the model can, at most what a pool holds
+    attention: Literal["auto", "compiled", "torch"] = "auto"  # auto: compiled when a C++ compiler is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConfig:
+    """One worker's pool. `num_pages` wins over `pool_bytes`. Page 0 (the null page) comes on top."""
+
+    page_size: int = 16
+    pool_bytes: int = 768 << 20
+    num_pages: int | None = None
+    prefix_cache: Literal["radix", "chunk"] = "radix"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    chunk_tokens: int = 512  # most query tokens in one step, over all its rows
+    max_queued_requests: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    max_running_requests: int = 64
+    max_queued_requests: int = 1024
+    num_reserved_decode_tokens: int = 512  # room for growth kept per active request at admission
+    local_prefill_max_tokens: int = 0  # uncached prompt parts up to this are prefilled here, not handed over
+    chunk_tokens: int = 256  # most query tokens of a local prefill in one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq"
+    staging_ring_bytes: int = 64 << 20  # receiver-owned
+    region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
+    credit_regions: int = 4  # regions in flight per hand-off
+    resend_after_s: float = 0.5
+    handoff_ttl_s: float = 60.0  # most time one attempt may take, within the request's deadline
+    tombstone_ttl_s: float = 120.0
+    max_tombstones: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivenessConfig:
+    heartbeat_interval_s: float = 0.2
+    suspect_after_s: float = 1.0
+    dead_after_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_inflight_requests: int = 512
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything `baton serve` needs to know. The same object goes to every process."""
+
+    cluster: str = "baton"  # names the Ray namespace; one per cluster of actors
+    prefill: int = 1
+    decode: int = 2
+    bind_host: str = "127.0.0.1"  # the cluster interface: control and data sockets bind here
+    pin_cores: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+    prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
+    decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], path: str = "") -> ConfigT:
+    """Builds a config from nested plain values (YAML, JSON, flags). Unknown keys and wrong types raise ConfigError
+    with the full field name and the nearest valid one."""
+    hints = typing.get_type_hints(cls)
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {path}{near[0]}?" if near else f"known here: {', '.join(sorted(hints))}"
+            raise ConfigError(name, value, "there is no such setting", hint)
+        known[key] = _convert(hints[key], value, name)
+    return cls(**known)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(name, value, "expected a group of settings")
+        return from_mapping(typing.cast(type, hint), value, f"{name}.")
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(name, value, f"must be one of {', '.join(map(str, choices))}")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, list | tuple):
+            raise ConfigError(name, value, "expected a list")
+        return tuple(value)
+    if origin is types.UnionType:
+        inner = [option for option in typing.get_args(hint) if option is not type(None)]
+        return None if value is None else _convert(inner[0], value, name)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(name, value, f"expected {hint.__name__}")
+    return value
+
+
+def validate(config: ClusterConfig) -> None:
+    """Raises ConfigError for the first setting that cannot work. Needs no machine, no model, no Ray."""
+    if config.kv.page_size not in PAGE_SIZES:
+        raise ConfigError("kv.page_size", config.kv.page_size, f"must be one of {', '.join(map(str, PAGE_SIZES))}")
+    for lane in config.transfer.lanes:
+        if lane not in LANES:
+            near = difflib.get_close_matches(lane, LANES, n=1)
+            raise ConfigError("transfer.lanes", lane, "no such lane", f"did you mean {near[0]}?" if near else "")
+    if not config.transfer.lanes:
+        raise ConfigError("transfer.lanes", config.transfer.lanes, "at least one lane is needed", f"{LANES}")
+    if config.transfer.staging_ring_bytes < config.transfer.region_bytes * config.transfer.credit_regions:
+        raise ConfigError(
+            "transfer.staging_ring_bytes",
+            config.transfer.staging_ring_bytes,
+            "smaller than one hand-off's credit (region_bytes x credit_regions)",
+            f"at least {config.transfer.region_bytes * config.transfer.credit_regions}",
+        )
+    if config.decode < 1:
+        raise ConfigError("decode", config.decode, "at least one decode worker is needed: it answers the requests")
+    if config.prefill < 0:
+        raise ConfigError("prefill", config.prefill, "cannot be negative", "0 means: decode workers prefill themselves")
+    live = config.liveness
+    if not 0 < live.heartbeat_interval_s < live.suspect_after_s < live.dead_after_s:
+        raise ConfigError(
+            "liveness",
+            dataclasses.asdict(live),
+            "needs 0 < heartbeat_interval_s < suspect_after_s < dead_after_s",
+        )
+    for name, value in _positive_settings(config):
+        if value is not None and value <= 0:
+            raise ConfigError(name, value, "must be positive")
+    if not 0 <= config.gateway.port <= 65535:
+        raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
+
+
+def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
+    return [
+        ("model.max_model_len", config.model.max_model_len),
+        ("kv.pool_bytes", config.kv.pool_bytes),
+        ("kv.num_pages", config.kv.num_pages),
+        ("prefill_worker.chunk_tokens", config.prefill_worker.chunk_tokens),
+        ("prefill_worker.max_queued_requests", config.prefill_worker.max_queued_requests),
+        ("decode_worker.max_running_requests", config.decode_worker.max_running_requests),
+        ("decode_worker.max_queued_requests", config.decode_worker.max_queued_requests),
+        ("decode_worker.chunk_tokens", config.decode_worker.chunk_tokens),
+        ("transfer.region_bytes", config.transfer.region_bytes),
+        ("transfer.credit_regions", config.transfer.credit_regions),
+        ("transfer.resend_after_s", config.transfer.resend_after_s),
+        ("transfer.handoff_ttl_s", config.transfer.handoff_ttl_s),
+        ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
+        ("gateway.request_timeout_s", config.gateway.request_timeout_s),
+        ("gateway.max_body_bytes", config.gateway.max_body_bytes),
+    ]
+
+
+def cores_for_workers(workers: int, pin: bool) -> list[tuple[int, ...]]:
+    """Which cores each of `workers` workers is pinned to, round robin over the cores this process may use; empty
+    tuples when not pinning. Workers that share a machine run one thread each: see docs/adr/0005."""
+    if not pin:
+        return [() for _ in range(workers)]
+    available = sorted(os.sched_getaffinity(0))
+    return [(available[index % len(available)],) for index in range(workers)]

@@ -1,0 +1,136 @@
+"""What one engine step computes, as arrays; and the interface of everything that can compute it.
+
+Owns: `Batch` (input of one forward pass), `StepResult` (its output), `ModelRunner` (launch/collect).
+Never: allocates pages, touches a request, or knows whether a row is a prefill chunk or a decode token. A batch is
+packed and ragged: all rows one after the other, no padding; a row of one query token is a decode step, a row of many
+is a prefill chunk. Page ids and write slots are computed once, here, for all layers of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.units import pages_for_tokens
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One sequence's share of a step: compute tokens [kv_len - len(input_ids), kv_len).
+
+    `pages` holds exactly the pages of [0, kv_len): checked. `sampling` is None when no token is wanted (a chunk that
+    is not the last); else the token after `kv_len - 1` is sampled as output number `output_index`.
+    """
+
+    key: int  # the engine's own name for this row; comes back in StepResult
+    input_ids: I32  # [q]
+    kv_len: int  # KV length after this step
+    pages: I32  # [ceil(kv_len / page_size)]
+    sampling: SamplingParams | None
+    output_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A packed step. T query tokens over B rows."""
+
+    keys: tuple[int, ...]  # [B]
+    input_ids: I64  # [T]
+    positions: I64  # [T]
+    slots: I64  # [T] page * page_size + offset: where each token's K and V are written
+    q_offsets: I32  # [B + 1] row b is [q_offsets[b], q_offsets[b + 1])
+    kv_lens: I32  # [B] after the step
+    page_offsets: I32  # [B + 1]
+    page_ids: I32  # [sum of pages]
+    sampling: tuple[SamplingParams | None, ...]  # [B]
+    output_indices: tuple[int, ...]  # [B]
+    page_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.keys)
+
+
+def pack_batch(rows: list[BatchRow], page_size: int) -> Batch:
+    """Packs rows into one step. Asserts that each row's pages are exactly those of its length."""
+    assert rows, "an empty step is never launched"
+    for row in rows:
+        assert len(row.pages) == pages_for_tokens(row.kv_len, page_size), (row.key, row.kv_len, len(row.pages))
+        assert 0 < len(row.input_ids) <= row.kv_len, (row.key, len(row.input_ids), row.kv_len)
+    q_lens = np.array([len(row.input_ids) for row in rows], dtype=np.int32)
+    page_counts = np.array([len(row.pages) for row in rows], dtype=np.int32)
+    row_positions = [np.arange(row.kv_len - len(row.input_ids), row.kv_len) for row in rows]
+    row_slots = [
+        row.pages[position // page_size].astype(np.int64) * page_size + position % page_size
+        for row, position in zip(rows, row_positions, strict=True)
+    ]
+    return Batch(
+        keys=tuple(row.key for row in rows),
+        input_ids=np.concatenate([row.input_ids for row in rows]).astype(np.int64),
+        positions=np.concatenate(row_positions).astype(np.int64),
+        slots=np.concatenate(row_slots),
+        q_offsets=_offsets(q_lens),
+        kv_lens=np.array([row.kv_len for row in rows], dtype=np.int32),
+        page_offsets=_offsets(page_counts),
+        page_ids=np.concatenate([row.pages for row in rows]).astype(np.int32),
+        sampling=tuple(row.sampling for row in rows),
+        output_indices=tuple(row.output_index for row in rows),
+        page_size=page_size,
+    )
+
+
+def _offsets(lengths: I32) -> I32:
+    return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per row: the sampled token, or -1 where none was wanted; and its log probability where asked for."""
+
+    keys: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    compute_s: float
+
+
+class KvBuffer(Protocol):
+    """The memory behind page ids: `num_pages` pages of `page_bytes` bytes each, one contiguous block per page.
+
+    `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
+    `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte.
+    """
+
+    num_pages: int
+    page_bytes: int
+    page_size: int
+
+    def as_bytes(self) -> npt.NDArray[np.uint8]: ...
+
+    def fingerprint(self) -> dict[str, str]: ...
+
+
+class Ticket(Protocol):
+    """A launched step. Opaque; collected exactly once."""
+
+
+class ModelRunner(Protocol):
+    """Computes steps over one KV buffer. Implementations: `fake_runner.FakeRunner`, `torch_runner.TorchRunner`."""
+
+    buffer: KvBuffer
+    vocab_size: int
+    max_positions: int
+
+    def launch(self, batch: Batch) -> Ticket: ...
+
+    def collect(self, ticket: Ticket) -> StepResult: ...

@@ -1,0 +1,51 @@
+"""Errors that a person sees. Each names the field, the value and the way out.
+
+A bug raises a plain AssertionError/RuntimeError and is not caught below a process's top frame. Expected adversity
+(no pages, peer lost, deadline) is a value that moves a state: see `ErrorCode`, which travels on the wire.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request ended without its answer. Stable: clients and dashboards match on these strings."""
+
+    INVALID_REQUEST = "invalid_request"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    MODEL_NOT_FOUND = "model_not_found"
+    OVERLOADED = "overloaded"
+    NO_WORKER = "no_worker"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    TRANSFER_CORRUPT = "transfer_corrupt"
+    OUT_OF_PAGES = "out_of_pages"
+    DRAINING = "draining"
+    INTERNAL = "internal"
+
+
+class BatonError(Exception):
+    """Base of every error that is meant for a person."""
+
+
+class ConfigError(BatonError):
+    """A setting that cannot work, found before any process starts."""
+
+    def __init__(self, field: str, value: object, reason: str, hint: str = "") -> None:
+        self.field = field
+        self.value = value
+        self.reason = reason
+        self.hint = hint
+        super().__init__(f"{field} = {value!r}: {reason}" + (f" ({hint})" if hint else ""))
+
+
+class RequestError(BatonError):
+    """A request refused at the door, or ended by adversity. Carries the code that the client will see."""
+
+    def __init__(self, code: ErrorCode, message: str, field: str | None = None, retry_after_s: float | None = None):
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{code}: {message}")

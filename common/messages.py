@@ -1,0 +1,392 @@
+"""Every frame that crosses a process: one tagged union, typed msgpack, bounded, unknown fields rejected.
+
+Owns the wire vocabulary and its limits. Never holds behaviour: what a frame does is decided by the core that gets it.
+A new message is a new Struct here, one entry in `Body`, and one branch in the core that handles it.
+
+Token ids travel as little-endian int32 bytes (`pack_tokens`): 400 ids decode in under a microsecond.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from baton.common.errors import ErrorCode
+from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 8 << 20
+MAX_TOKENS = 1 << 20
+MAX_REGION_PAGES = 1 << 16
+
+Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+PageIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_PAGES)]
+ShortStr = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+def pack_tokens(tokens: np.ndarray | list[int] | tuple[int, ...]) -> bytes:
+    """Token or page ids as little-endian int32 bytes."""
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> np.ndarray:
+    """int32 ids, read-only, sharing the frame's memory. Raises ValueError when cut short."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+class _Value(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the parts of messages."""
+
+
+class _Message(_Value, frozen=True, kw_only=True, tag=True):
+    """Base of the messages: the class name is the tag."""
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+class SamplingParams(_Value, frozen=True, kw_only=True):
+    """How output tokens are chosen. Temperature 0 is greedy. Randomness is a function of (seed, output index) alone,
+    so that a request continues identically on another worker: the whole sampler state is these two numbers."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Meta(ge=0)] = 0  # 0: off
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=128)] = ()
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; n: the chosen token's and the n best
+
+
+class TokenLogprob(_Value, frozen=True, kw_only=True):
+    """Log probability of one output token and of the best alternatives, under the unmodified distribution."""
+
+    logprob: float
+    top: Annotated[tuple[tuple[int, float], ...], Meta(max_length=20)] = ()
+
+
+class Timeline(_Value, frozen=True, kw_only=True):
+    """Where one request's time and bytes went, in seconds, as measured by the decode worker. Sums add up over
+    attempts. `prompt_tokens == local_tokens + cached_tokens + transferred_tokens`."""
+
+    queue_s: float = 0.0  # arrival at decode until its pages were promised
+    reserve_wait_s: float = 0.0  # of which: waited because pages or staging were short
+    prefill_s: float = 0.0  # computing the prompt, on whichever worker
+    transfer_s: float = 0.0  # first chunk announced until the last one landed
+    scatter_s: float = 0.0  # of which: writing regions into pages
+    decode_s: float = 0.0  # runnable until finished
+    transfer_bytes: int = 0
+    lane: ShortStr = ""  # "" when nothing was transferred
+    prefill_worker: ShortStr = ""
+    decode_worker: ShortStr = ""
+    local_tokens: int = 0  # prompt tokens computed on the decode worker itself
+    cached_tokens: int = 0  # prompt tokens found in the decode worker's prefix cache
+    transferred_tokens: int = 0  # prompt tokens whose KV was handed over
+    prefill_cached_tokens: int = 0  # of those: found in the prefill worker's prefix cache
+    attempts: int = 0  # hand-offs tried
+    retractions: int = 0
+
+
+class Failure(_Value, frozen=True, kw_only=True):
+    """Why something ended badly; `code` is for programs, `reason` for people."""
+
+    code: ErrorCode
+    reason: Text = ""
+
+
+class Load(_Value, frozen=True, kw_only=True):
+    """What a worker says of itself in each heartbeat. `step_age_s` is how long the current engine step has run:
+    health means *can finish work*, not *answers*."""
+
+    queued: Count = 0
+    running: Count = 0
+    free_pages: Count = 0
+    total_pages: Count = 0
+    queued_tokens: Count = 0
+    steps: Count = 0
+    step_age_s: float = 0.0
+    draining: bool = False
+
+
+class LaneAddress(_Value, frozen=True, kw_only=True):
+    """How a worker is reached on one data lane; only the lane itself reads `address`."""
+
+    lane: ShortStr
+    address: Annotated[dict[str, str | int], Meta(max_length=16)]
+
+
+class Member(_Value, frozen=True, kw_only=True):
+    """One process of the cluster, as the controller publishes it."""
+
+    stamp: Stamp
+    role: ShortStr  # "prefill" | "decode" | "gateway" | "controller"
+    address: ShortStr  # control socket, "tcp://10.0.0.3:4711"
+    lanes: Annotated[tuple[LaneAddress, ...], Meta(max_length=8)] = ()
+    fingerprint: Annotated[dict[str, str], Meta(max_length=64)] = {}
+    load: Load = Load()
+
+
+# ----------------------------------------------------------------- registration, membership, liveness
+# Hello and Reject are frozen for ever: whatever else changes, two versions can still tell each other so.
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """process -> controller, repeated until a Membership lists the sender."""
+
+    protocol_version: int
+    member: Member
+
+
+class Reject(_Message, frozen=True, kw_only=True):
+    """controller -> process: not admitted. `differences` maps field -> "theirs != ours"."""
+
+    protocol_version: int
+    reason: Text
+    differences: Annotated[dict[str, str], Meta(max_length=64)] = {}
+
+
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """Every process to every peer it knows, each `heartbeat_interval_s`."""
+
+    load: Load = Load()
+
+
+class Membership(_Message, frozen=True, kw_only=True):
+    """controller -> everyone: the whole view. A stamp that is missing from a newer version is *proven dead*:
+    its process has been killed, it reads and writes nothing any more."""
+
+    version: Count
+    members: Annotated[tuple[Member, ...], Meta(max_length=4096)]
+
+
+# ------------------------------------------------------------------------------------ gateway <-> decode
+
+
+class Submit(_Message, frozen=True, kw_only=True):
+    """gateway -> decode, re-sent until Submitted. `outputs` are tokens that an earlier worker already produced:
+    the answer continues after them. `placement` counts the decode workers tried for this request."""
+
+    request_id: RequestId
+    placement: Count
+    prompt: Tokens
+    outputs: Tokens = b""
+    sampling: SamplingParams
+    ttl_s: Seconds  # deadline, as time left: clocks are not shared
+    prefill_worker: WorkerId | None = None  # the router's choice; decode may pick another when it is gone
+
+
+class Submitted(_Message, frozen=True, kw_only=True):
+    """decode -> gateway: the request is mine now. Duplicates of Submit are answered again."""
+
+    request_id: RequestId
+    placement: Count
+
+
+class Output(_Message, frozen=True, kw_only=True):
+    """decode -> gateway: output tokens from `first_index` on. The last one has `finish_reason` or `failure`, and is
+    re-sent until FinishAck. A gap (first_index above what has been received) is asked for again with Resume."""
+
+    request_id: RequestId
+    placement: Count
+    first_index: Count
+    tokens: Tokens = b""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: ShortStr = ""  # "" | "stop" | "length"
+    failure: Failure | None = None
+    timeline: Timeline | None = None  # with the last one
+
+
+class Resume(_Message, frozen=True, kw_only=True):
+    """gateway -> decode: send outputs again from `next_index`."""
+
+    request_id: RequestId
+    placement: Count
+    next_index: Count
+
+
+class FinishAck(_Message, frozen=True, kw_only=True):
+    """gateway -> decode: the last Output arrived; forget the request."""
+
+    request_id: RequestId
+    placement: Count
+
+
+class CancelRequest(_Message, frozen=True, kw_only=True):
+    """gateway -> decode; legal before Submit (tombstone). Answered by a last Output with failure `cancelled`."""
+
+    request_id: RequestId
+    placement: Count
+
+
+# ----------------------------------------------------------------------------------- decode <-> prefill
+
+
+class Offer(_Message, frozen=True, kw_only=True):
+    """decode -> prefill: I have pages for this request's KV from token `start` on; please fill them.
+    Re-sent until Accept or Refuse. Sent only after row, pages and staging credit are held."""
+
+    key: HandoffKey
+    request_id: RequestId
+    tokens: Tokens  # whole sequence whose KV is wanted; [0, start) is known to the receiver
+    start: Count  # page-aligned
+    sample: bool  # also sample the token after the last one (output 0)
+    sampling: SamplingParams
+    ttl_s: Seconds
+    lane: ShortStr
+    credit: Count  # regions with seq < credit may be sent
+    region_pages: Annotated[int, Meta(ge=1, le=MAX_REGION_PAGES)]  # most pages in one region
+    tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
+
+
+class Accept(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: queued; regions will follow."""
+
+    key: HandoffKey
+
+
+class Refuse(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: will not do it; nothing of this attempt exists here."""
+
+    key: HandoffKey
+    failure: Failure
+    retry_after_s: Seconds = 0.0
+
+
+class Chunk(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: region `seq` holds the KV of tokens [first_token, first_token + tokens). Its bytes travel on
+    the data lane, or wait in `source_pages` to be pulled (lane "local"). Re-sent until Ack."""
+
+    key: HandoffKey
+    seq: Count
+    first_token: Count
+    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    nbytes: Count
+    digest: Count  # xxh3-64 of the region's bytes
+    source_pages: PageIds = b""
+
+
+class Ack(_Message, frozen=True, kw_only=True):
+    """decode -> prefill: region `seq` is in my pages and verified; you may send regions with seq < credit."""
+
+    key: HandoffKey
+    seq: Count
+    credit: Count
+
+
+class Nack(_Message, frozen=True, kw_only=True):
+    """decode -> prefill: region `seq` arrived damaged; send it again, under the fresh `tag`."""
+
+    key: HandoffKey
+    seq: Count
+    tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Done(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: all of [start, total_tokens) has been announced in `regions` regions. Re-sent until Commit or
+    Cancel. Both sides compare the counts."""
+
+    key: HandoffKey
+    regions: Count
+    total_tokens: Count
+    first_token: int = -1  # -1: none was asked for
+    logprob: TokenLogprob | None = None
+    prefill_s: float = 0.0
+    cached_tokens: Count = 0
+
+
+class Commit(_Message, frozen=True, kw_only=True):
+    """decode -> prefill: everything landed and agreed; the KV is mine, release yours."""
+
+    key: HandoffKey
+
+
+class Cancel(_Message, frozen=True, kw_only=True):
+    """decode -> prefill: this attempt is over, and I have provably stopped reading and receiving it. Legal before the
+    Offer has arrived (tombstone). Re-sent until Cancelled."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+class Cancelled(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: nothing of this attempt is left here."""
+
+    key: HandoffKey
+
+
+class Failed(_Message, frozen=True, kw_only=True):
+    """prefill -> decode: I give up on this attempt. Re-sent until Cancel, which proves that nobody reads my pages."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+Body = (
+    Hello
+    | Reject
+    | Heartbeat
+    | Membership
+    | Submit
+    | Submitted
+    | Output
+    | Resume
+    | FinishAck
+    | CancelRequest
+    | Offer
+    | Accept
+    | Refuse
+    | Chunk
+    | Ack
+    | Nack
+    | Done
+    | Commit
+    | Cancel
+    | Cancelled
+    | Failed
+)
+
+HandoffBody = Offer | Accept | Refuse | Chunk | Ack | Nack | Done | Commit | Cancel | Cancelled | Failed
+"""Frames between source and sink of a hand-off; all carry `key`."""
+
+
+class Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is on the wire: who says it, to which process, and what. A frame whose `dst_epoch` is neither 0 nor the
+    receiver's own was meant for a process that is gone; it is counted and dropped."""
+
+    src: Stamp
+    dst_epoch: Epoch
+    body: Body
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+class MalformedFrame(Exception):
+    """Bytes that are not a frame. The receiver counts it and lives on."""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """msgpack bytes of one frame."""
+    return _encoder.encode(frame)
+
+
+def decode_frame(data: bytes | memoryview) -> Frame:
+    """Raises MalformedFrame on anything that is not exactly one well-formed, bounded frame."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise MalformedFrame(f"{len(data)} bytes, over the limit of {MAX_FRAME_BYTES}")
+    try:
+        frame = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedFrame(str(error)) from error
+    for name in ("prompt", "outputs", "tokens", "source_pages"):
+        packed = getattr(frame.body, name, b"")
+        if isinstance(packed, bytes) and len(packed) % 4:
+            raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole int32 ids")
+    return frame

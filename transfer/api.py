@@ -1,0 +1,162 @@
+"""What an engine asks of the transfer plane, and what it hears back. Plain values; no behaviour, no I/O.
+
+Ownership across this border (KV_CONTRACT: "incoming", "outgoing"):
+- After `OpenSink` the destination pages belong to the hand-off. They come back with exactly one `SinkCommitted` (all
+  bytes landed and verified) or `SinkFailed` (no one writes them any more). Never with a timer alone.
+- After the first `ShipRegion` the source pages belong to the hand-off. They come back with exactly one
+  `SourceReleased` (the receiver has it) or `SourceAborted` (no one reads them any more).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.messages import Failure, SamplingParams, TokenLogprob
+
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What prefill produced besides KV; travels with the hand-off. `first_token` is -1 when none was asked for."""
+
+    first_token: int
+    logprob: TokenLogprob | None
+    prefill_s: float
+    cached_tokens: int
+
+
+# --------------------------------------------------------------------------- sink (decode) side: commands
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSink:
+    """Ask `peer` for the KV of tokens [start, len(tokens)). `pages` are the destination pages of exactly that range
+    (start is page-aligned). At most one open sink per hand-off id at a time."""
+
+    key: HandoffKey
+    peer: WorkerId
+    request_id: RequestId
+    tokens: I32
+    start: int
+    pages: I32
+    sample: bool
+    sampling: SamplingParams
+    deadline_s: float  # on the local clock
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSink:
+    """Give up. Answered by SinkFailed once no write can land any more (or by SinkCommitted, if that came first)."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+# ---------------------------------------------------------------------------- sink (decode) side: events
+
+
+@dataclass(frozen=True, slots=True)
+class SinkCommitted:
+    """All of [start, total) is in the pages. They are the request's now."""
+
+    key: HandoffKey
+    peer: WorkerId
+    result: PrefillResult
+    nbytes: int
+    lane: str
+    transfer_s: float
+    scatter_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SinkFailed:
+    """Over without commit, and fenced: nobody writes the pages. [start, landed_until) did land and is valid."""
+
+    key: HandoffKey
+    peer: WorkerId
+    failure: Failure
+    landed_until: int
+    nbytes: int
+    peer_lost: bool  # the peer is gone or silent: choose another
+
+
+# ------------------------------------------------------------------------ source (prefill) side: events
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReceived:
+    """A decode worker wants KV. The offer has been accepted towards it; refuse later with AbortSource."""
+
+    key: HandoffKey
+    peer: Stamp
+    request_id: RequestId
+    tokens: I32
+    start: int
+    sample: bool
+    sampling: SamplingParams
+    deadline_s: float  # on the local clock
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReleased:
+    """The receiver committed. The pages are prefill's own again."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAborted:
+    """Over without commit, and proven: nobody reads the pages."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStopping:
+    """The attempt is over for the peer but a reader could not yet be proven finished: stop computing, keep the pages
+    (quarantined) until SourceAborted."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+# ---------------------------------------------------------------------- source (prefill) side: commands
+
+
+@dataclass(frozen=True, slots=True)
+class ShipRegion:
+    """Tokens [first_token, first_token + tokens) are computed and lie in `pages`. Ranges follow one another without
+    gap from `start`; every boundary but the last is page-aligned."""
+
+    key: HandoffKey
+    first_token: int
+    tokens: int
+    pages: I32
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSource:
+    """Everything was shipped; `result` goes with the Done message."""
+
+    key: HandoffKey
+    result: PrefillResult
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSource:
+    """Prefill gives up on this attempt. Answered by SourceAborted once no reader is left."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+SinkCommand = OpenSink | AbortSink
+SourceCommand = ShipRegion | FinishSource | AbortSource
+SinkEvent = SinkCommitted | SinkFailed
+SourceEvent = OfferReceived | SourceReleased | SourceAborted | SourceStopping
