@@ -1,0 +1,70 @@
+"""The border between an engine core and the shell that runs it: events in, effects and batches out.
+
+Cores are pure and synchronous. The shell (`loop.py` in a worker, the simulator in tests) feeds them events with the
+time, runs the batches they plan, and carries out the effects they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.common.engine.batch import Batch, StepResult
+from baton.common.ids import Stamp, WorkerId
+from baton.common.kv.checker import Holding
+from baton.common.messages import Body, Load, Member
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """A request-level wire message (Submit, CancelRequest, Resume, FinishAck) and who sent it."""
+
+    sender: Stamp
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Effect: a wire message to a worker. `epoch` 0 sends it to whoever sits there now."""
+
+    worker: WorkerId
+    epoch: int
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipView:
+    """Who is in the cluster. A stamp that was in an earlier view and is missing here is proven dead. `silent` are
+    members that have not been heard for `dead_after_s`: avoid them, but they prove nothing."""
+
+    version: int
+    members: tuple[Member, ...]
+    silent: frozenset[WorkerId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit nothing new; finish what runs. `idle` tells when that is done."""
+
+
+class EngineCore(Protocol):
+    """A worker's brain. `Event` and `Effect` are this module's values and those of `baton.transfer.api`; a core
+    matches on the ones it knows and fails loudly on any other."""
+
+    def handle(self, event: object, now: float) -> list[object]: ...
+
+    def next_batch(self, now: float) -> Batch | None: ...
+
+    def on_step(self, result: StepResult, now: float) -> list[object]: ...
+
+    def on_timer(self, now: float) -> list[object]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def load(self) -> Load: ...
+
+    def holdings(self) -> Iterable[Holding]: ...
+
+    @property
+    def idle(self) -> bool: ...
