@@ -260,10 +260,11 @@ class Refuse(_Message, frozen=True, kw_only=True):
 
 class Chunk(_Message, frozen=True, kw_only=True):
     """prefill -> decode: region `seq` holds the KV of tokens [first_token, first_token + tokens). Its bytes travel on
-    the data lane, or wait in `source_pages` to be pulled (lane "local"). Re-sent until Ack."""
+    the data lane under `tag`, or wait in `source_pages` to be pulled (lane "local"). Re-sent until Ack."""
 
     key: HandoffKey
     seq: Count
+    tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # tag_base + seq, or the fresh one that a Nack named
     first_token: Count
     tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     nbytes: Count

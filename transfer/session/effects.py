@@ -1,0 +1,220 @@
+"""What the session machines ask of the data plane, and what it answers. Plain values; no behaviour, no I/O.
+
+The machines (`sink.py`, `source.py`, driven by `baton.transfer.endpoint.Endpoint`) decide; the shell (`transfer/io.py`, or the
+simulator on virtual time) carries these effects out with its staging memory and transports, and reports events back
+through `Endpoint.on_data`. A shell may answer at once (within the same turn) or later; never twice.
+
+Rules for a shell:
+- Every effect but `CloseSink` is answered exactly once by one of the events named in its docstring, unless a fence for
+  its key is asked for first: then the answer may be left out. Late answers are legal and ignored.
+- After `SinkFenced(key)` nothing of `key` writes a page any more, after `SourceFenced(key)` nothing here reads one.
+  Staging slots that a transport may still touch stay quarantined *inside the shell*; that never delays a fence.
+- A fence always completes, and needs nobody else to: it is local.
+- Failing is a value (`SinkLaneFailed`, `SourceLaneFailed`), never an exception into the endpoint.
+
+Page ids travel as little-endian int32 bytes, as on the wire (`unpack_tokens` reads them): these values compare and hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.common.ids import HandoffKey, Stamp, WorkerId
+from baton.common.messages import Chunk, Failure, HandoffBody
+from baton.transfer.api import SinkEvent, SourceEvent
+
+PULL_LANES = frozenset({"local"})
+"""Lanes in which the receiver reads the source's pages itself. There a source needs the *peer's* proof (Commit, Cancel
+or its proven death) before it may free a page. In all other lanes the source gathers and its own fence is the proof."""
+
+# --------------------------------------------------------------------------------- out of the endpoint, both sides
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrame:
+    """Send a control frame to the process (`worker`, `dst_epoch`). May be lost: the machines re-send."""
+
+    worker: WorkerId
+    dst_epoch: int
+    body: HandoffBody
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """Tell the engine. In order; never lost."""
+
+    event: SinkEvent | SourceEvent
+
+
+# ------------------------------------------------------------------------------------------------- sink: effects
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSink:
+    """Choose the lane to `peer`, reserve staging, register the destination pages (`StagingHandler.register_decode_req`).
+    Nothing has been offered yet. Region bytes will come under tags in [tag_base, tag_base + tag_count) and no others.
+
+    Answer: `SinkPrepared` as soon as at least one slot is reserved (so perhaps later: requests wait in order of arrival),
+    or `SinkNotPrepared` when it cannot be done at all."""
+
+    key: HandoffKey
+    peer: Stamp
+    start: int  # tokens; page-aligned
+    total_tokens: int
+    pages: bytes  # destination pages of exactly [start, total_tokens)
+    tag_base: int
+    tag_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LandRegion:
+    """Receive (or pull) the bytes of `chunk` under `tag`, compare size and digest, scatter them into the registered
+    pages. At most `credit` of these are open per key at any time, each needs one of the reserved slots.
+
+    Answer: `Landed`, `RegionDamaged` or `SinkLaneFailed`."""
+
+    key: HandoffKey
+    peer: Stamp
+    lane: str
+    tag: int
+    chunk: Chunk  # geometry already checked against the hand-off
+
+
+@dataclass(frozen=True, slots=True)
+class FenceSink:
+    """The attempt is over: stop receiving and scattering, forget the registration, give the slots back (or quarantine
+    them). Answer: `SinkFenced`. Comes at most once per key, also when `PrepareSink` has not been answered yet."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSink:
+    """The hand-off is committed, every `LandRegion` has been answered: forget the registration, give the slots back.
+    No answer."""
+
+    key: HandoffKey
+
+
+# -------------------------------------------------------------------------------------------------- sink: events
+
+
+@dataclass(frozen=True, slots=True)
+class SinkPrepared:
+    """Registered; `credit` >= 1 staging slots of `region_pages` >= 1 pages each are reserved for the hand-off."""
+
+    key: HandoffKey
+    lane: str
+    credit: int
+    region_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkNotPrepared:
+    """Cannot be done at all: no lane to this peer, a page larger than a slot. Nothing is registered or reserved."""
+
+    key: HandoffKey
+    failure: Failure
+    peer_lost: bool  # the peer is gone: choose another
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Region `seq` is verified and in the pages; its slot is free again."""
+
+    key: HandoffKey
+    seq: int
+    nbytes: int
+    scatter_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDamaged:
+    """Size or digest of region `seq` was wrong; no page was touched; its slot is free for the second try."""
+
+    key: HandoffKey
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkLaneFailed:
+    """The lane broke for this hand-off. A fence will follow."""
+
+    key: HandoffKey
+    failure: Failure
+    peer_lost: bool  # the transport saw the peer go
+
+
+@dataclass(frozen=True, slots=True)
+class SinkFenced:
+    """Nothing of `key` writes any more."""
+
+    key: HandoffKey
+
+
+# ----------------------------------------------------------------------------------------------- source: effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendRegion:
+    """Gather `pages` (the pages of tokens [first_token, first_token + tokens)), compute size and digest, start sending
+    the bytes under `tag`; on a pull lane only compute size and digest. The Chunk frame is sent by the endpoint, when it
+    hears `RegionReady`, and re-sent by it. Repeated for a damaged region, under a fresh tag.
+
+    Answer: `RegionReady` or `SourceLaneFailed`."""
+
+    key: HandoffKey
+    peer: Stamp
+    lane: str
+    seq: int
+    tag: int
+    first_token: int
+    tokens: int
+    pages: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FenceSource:
+    """Nothing more will be sent of this hand-off (it may have ended well or badly): stop gathering and sending, give the
+    sending slots back (or quarantine them). Answer: `SourceFenced`. Comes exactly once per accepted key."""
+
+    key: HandoffKey
+
+
+# ------------------------------------------------------------------------------------------------ source: events
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReady:
+    """Region `seq` is gathered and digested and its sending under `tag` has begun: on a staged lane the shell needs the
+    pages no longer."""
+
+    key: HandoffKey
+    seq: int
+    tag: int
+    nbytes: int
+    digest: int  # xxh3-64
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLaneFailed:
+    """The lane broke for this hand-off. A fence will follow."""
+
+    key: HandoffKey
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFenced:
+    """Nothing in this process reads pages for `key` any more."""
+
+    key: HandoffKey
+
+
+SinkEffect = PrepareSink | LandRegion | FenceSink | CloseSink
+SinkDataEvent = SinkPrepared | SinkNotPrepared | Landed | RegionDamaged | SinkLaneFailed | SinkFenced
+SourceEffect = SendRegion | FenceSource
+SourceDataEvent = RegionReady | SourceLaneFailed | SourceFenced
+DataEffect = SinkEffect | SourceEffect
+DataEvent = SinkDataEvent | SourceDataEvent
+EndpointEffect = SendFrame | EngineEvent | DataEffect
