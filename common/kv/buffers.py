@@ -1,0 +1,25 @@
+"""Plain host memory behind page ids. Owns the bytes of one pool; never knows who owns which page."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class NumpyKvBuffer:
+    """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes."""
+
+    def __init__(self, num_pages: int, page_bytes: int, page_size: int, kind: str = "numpy") -> None:
+        assert num_pages > 1 and page_bytes > 0 and page_size > 0, (num_pages, page_bytes, page_size)
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.page_size = page_size
+        self._kind = kind
+        self._memory = np.zeros((num_pages, page_bytes), dtype=np.uint8)
+
+    def as_bytes(self) -> npt.NDArray[np.uint8]:
+        """The live memory, [num_pages, page_bytes]."""
+        return self._memory
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"kind": self._kind, "page_bytes": str(self.page_bytes), "page_size": str(self.page_size)}
