@@ -95,9 +95,10 @@ class FakeModel:
 
     def read(self, words: U64) -> U64:
         """The hash that the stored words [..., words] stand for; one damaged word gives another hash."""
-        first: U64 = words[..., 0]
-        error = (words[..., 1:] * self._check[1:]).sum(axis=-1, dtype=np.uint64) - first * self._scale
-        return first + error
+        first = words[..., 0]
+        checked = (words[..., 1:] * self._check[1:]).sum(axis=-1, dtype=np.uint64)
+        hashes: U64 = first + (checked - first * self._scale)
+        return hashes
 
     def weights(self, positions: npt.NDArray[np.int64]) -> U64:
         """How much each position counts in the digest of a sequence; odd, so that no bit is lost."""

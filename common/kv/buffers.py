@@ -10,7 +10,7 @@ class NumpyKvBuffer:
     """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes."""
 
     def __init__(self, num_pages: int, page_bytes: int, page_size: int, kind: str = "numpy") -> None:
-        assert num_pages > 1 and page_bytes > 0 and page_size > 0, (num_pages, page_bytes, page_size)
+        assert min(num_pages - 1, page_bytes, page_size) > 0, (num_pages, page_bytes, page_size)
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.page_size = page_size
