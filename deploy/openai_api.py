@@ -1,0 +1,249 @@
+"""What the OpenAI-compatible endpoints accept, as typed values. Pure. (What they answer: `openai_replies.py`.)
+
+Owns: the request shapes, and the refusal of what cannot be done: a parameter is used or refused, never ignored.
+Never: tokenizes, waits, or knows the cluster.
+
+Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.messages import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
+MAX_STOP_STRINGS = 16
+MAX_PROMPTS = 128
+
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints share. None is "not given"."""
+
+    model: str
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    user: str | None = None  # a label; changes nothing
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_template_input(self) -> dict[str, str]:
+        """As chat templates want it: "developer" is the newer name of "system"; text parts are joined."""
+        role = "system" if self.role == "developer" else self.role
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": role, "content": text}
+
+
+class ChatRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """-1: none; n: the chosen token's and the n best."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+class CompletionRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids: one string, one list of ids, or a list of either."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise refusal("prompt", "the prompt is empty")
+        texts = [part for part in self.prompt if isinstance(part, str)]
+        ids = [part for part in self.prompt if isinstance(part, int)]
+        lists = [part for part in self.prompt if isinstance(part, list)]
+        if len(ids) == len(self.prompt):
+            return [ids]
+        if len(texts) == len(self.prompt) or len(lists) == len(self.prompt):
+            if len(self.prompt) > MAX_PROMPTS:
+                raise refusal("prompt", f"at most {MAX_PROMPTS} prompts in one request, got {len(self.prompt)}")
+            return [*texts, *lists]
+        raise refusal("prompt", "a list holds texts, or token ids, or lists of token ids: not a mixture")
+
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+
+# Parameters of the OpenAI API that Baton does not have, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+}
+_WHY = {"n": "one answer per prompt: send the request several times for more"}
+
+
+def refusal(field: str, reason: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {reason}", field)
+
+
+def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
+    """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
+    known = set(kind.__struct_fields__)
+    for name in [name for name in fields if name not in known]:
+        _refuse_unless_neutral(name, fields.pop(name), known)
+    try:
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(error, fields) from error
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+    return request
+
+
+def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
+    if name not in _NEUTRAL:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise refusal(name, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
+    # 1 == True in Python, but {"n": true} asks for something else than {"n": 1}.
+    neutral = any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in _NEUTRAL[name])
+    if value is not None and not neutral:
+        raise refusal(name, f"not supported by Baton ({_WHY.get(name, 'leave it out')})")
+
+
+def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> RequestError:
+    reason, _, path = str(error).partition(" - at `$")
+    if reason.startswith("Object missing required field"):
+        missing = reason.split("`")[1]
+        where = f"{path.strip('.`')}.{missing}" if path else missing
+        return refusal(where, "required")
+    field = path.strip(".`")
+    got = fields.get(field.split(".")[0].split("[")[0])
+    shown = f", got {got!r}" if isinstance(got, str | int | float) and field in fields else ""
+    return refusal(field, reason[:1].lower() + reason[1:] + shown)
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise refusal("max_tokens", "max_completion_tokens is given too, with another value")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refusal("top_logprobs", "needs logprobs: true")
+
+
+def sampling_for(
+    request: ChatRequest | CompletionRequest,
+    *,
+    prompt_tokens: int,
+    max_model_len: int,
+    eos_token_ids: tuple[int, ...],
+    drawn_seed: int,
+) -> SamplingParams:
+    """The request's sampling, its length resolved. Raises RequestError PROMPT_TOO_LONG, naming the limit."""
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if prompt_tokens == 0:
+        raise refusal(field, "the prompt is empty")
+    if prompt_tokens >= max_model_len:
+        raise RequestError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"the prompt has {prompt_tokens} tokens; the limit, with the answer, is {max_model_len} tokens",
+            field,
+        )
+    room = max_model_len - prompt_tokens
+    wanted = request.wanted_tokens
+    if request.max_tokens is None and isinstance(request, CompletionRequest):
+        wanted = min(DEFAULT_COMPLETION_TOKENS, room)
+    if wanted is not None and wanted > room:
+        raise RequestError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"{prompt_tokens} prompt tokens and {wanted} answer tokens exceed the limit of {max_model_len} tokens; "
+            f"at most {room} are left for the answer",
+            "max_tokens",
+        )
+    stop_ids = tuple(dict.fromkeys((*(request.stop_token_ids or ()), *(() if request.ignore_eos else eos_token_ids))))
+    seed = drawn_seed if request.seed is None else request.seed
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k or 0,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=seed & ((1 << 63) - 1),
+        max_tokens=room if wanted is None else wanted,
+        stop_token_ids=stop_ids,
+        logprobs=request.wanted_logprobs,
+    )

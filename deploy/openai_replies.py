@@ -1,0 +1,242 @@
+"""What the OpenAI-compatible endpoints answer, as typed values. Pure. (What they accept: `openai_api.py`.)
+
+Owns: the response shapes, the extension `baton` that says where an answer's time went, and the mapping from
+`ErrorCode` to HTTP. Never: decides anything about a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.messages import Timeline
+
+HTTP_STATUS: dict[ErrorCode, int] = {
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.PROMPT_TOO_LONG: 400,
+    ErrorCode.MODEL_NOT_FOUND: 404,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.NO_WORKER: 503,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.DEADLINE_EXCEEDED: 504,
+    ErrorCode.CANCELLED: 499,
+    ErrorCode.OUT_OF_PAGES: 503,
+    ErrorCode.TRANSFER_CORRUPT: 500,
+    ErrorCode.INTERNAL: 500,
+}
+
+
+class _Reply(Struct, frozen=True, kw_only=True):
+    pass
+
+
+class ErrorDetail(_Reply, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(_Reply, frozen=True, kw_only=True):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(_Reply, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(_Reply, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class BatonExtension(_Reply, frozen=True, kw_only=True):
+    """Where this answer came from and where its time went (`Timeline` is measured by the decode worker)."""
+
+    request_id: str
+    ttft_s: float | None  # arrival at the gateway until the first token; None without one
+    total_s: float
+    placements: int  # decode workers that worked on it
+    timeline: Timeline
+
+
+class LogprobEntry(_Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(LogprobEntry, frozen=True, kw_only=True):
+    top_logprobs: list[LogprobEntry]
+
+
+class ChatLogprobs(_Reply, frozen=True, kw_only=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(_Reply, frozen=True, kw_only=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class Delta(_Reply, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class CompletionChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(_Reply, frozen=True, kw_only=True):
+    """Every answer and every streamed chunk of either endpoint; `object` tells which."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    baton: BatonExtension | list[BatonExtension] | UnsetType = UNSET
+
+
+class ModelCard(_Reply, frozen=True, kw_only=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "baton"
+
+
+class ModelList(_Reply, frozen=True, kw_only=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+def encode(reply: object) -> bytes:
+    """JSON of a response struct."""
+    return msgspec.json.encode(reply)
+
+
+def sse_event(reply: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(reply) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error as HTTP: status, headers, body."""
+
+    status: int
+    headers: dict[str, str]
+    reply: ErrorReply
+
+
+def http_error(error: RequestError) -> HttpError:
+    status = HTTP_STATUS[error.code]
+    kind = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 429: "overloaded_error"}
+    detail = ErrorDetail(
+        message=error.message, type=kind.get(status, "server_error"), param=error.field, code=str(error.code)
+    )
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return HttpError(status, headers, ErrorReply(error=detail))
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, timelines: list[Timeline]) -> Usage:
+    """Cached: found in a prefix cache, on the decode or on the prefill worker."""
+    cached = sum(timeline.cached_tokens + timeline.prefill_cached_tokens for timeline in timelines)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def server_timing(extension: BatonExtension) -> str:
+    """A `Server-Timing` header: browsers and proxies show it."""
+    timeline = extension.timeline
+    parts = [
+        ("queue", timeline.queue_s),
+        ("prefill", timeline.prefill_s),
+        ("transfer", timeline.transfer_s),
+        ("decode", timeline.decode_s),
+        ("total", extension.total_s),
+    ]
+    return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts)
+
+
+def logprob_entry(token: str, logprob: float) -> LogprobEntry:
+    """`bytes` is None when the token alone is not whole characters: its text then shows U+FFFD."""
+    return LogprobEntry(token=token, logprob=logprob, bytes=None if "\ufffd" in token else list(token.encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLogprob:
+    """One output token's log probabilities with the tokens' texts."""
+
+    chosen: LogprobEntry
+    top: tuple[LogprobEntry, ...]
+
+
+def chat_logprobs(entries: list[NamedLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                token=entry.chosen.token,
+                logprob=entry.chosen.logprob,
+                bytes=entry.chosen.bytes,
+                top_logprobs=list(entry.top),
+            )
+            for entry in entries
+        ]
+    )
+
+
+def completion_logprobs(entries: list[NamedLogprob], first_offset: int) -> CompletionLogprobs:
+    offsets, at = [], first_offset
+    for entry in entries:
+        offsets.append(at)
+        at += len(entry.chosen.token)
+    return CompletionLogprobs(
+        tokens=[entry.chosen.token for entry in entries],
+        token_logprobs=[entry.chosen.logprob for entry in entries],
+        top_logprobs=[{top.token: top.logprob for top in entry.top} for entry in entries],
+        text_offset=offsets,
+    )
