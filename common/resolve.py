@@ -1,0 +1,249 @@
+"""From defaults, a file, the environment and flags to one complete configuration, and a list of what was decided.
+
+Owns: the order of precedence (each layer overrides the one before: defaults < file < environment < flags), and the
+decision of every setting that says "auto" or None. Never: starts anything, or loads weights.
+
+The result has no "auto" left: what `baton serve` prints is what every process runs with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from baton.common import env
+from baton.common.config import ClusterConfig, from_mapping, validate
+from baton.common.errors import ConfigError
+from baton.common.units import format_bytes
+
+MIN_POOL_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Some settings and where they come from, for messages: "baton.yaml", "environment", "command line"."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One setting that was not left at its default, and why it has this value."""
+
+    field: str
+    value: object
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    config: ClusterConfig
+    decisions: tuple[Decision, ...]
+
+
+class ModelFacts(Protocol):
+    """What a decision needs to know of a model: `baton.common.model.loading.ModelInfo`, or the fake model's facts."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def kv_bytes_per_token(self, dtype: Any) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a decision needs to know of this machine."""
+
+    has_compiler: bool
+    has_ucx: bool
+
+    @staticmethod
+    def probe() -> Machine:
+        return Machine(
+            has_compiler=shutil.which(env.compiler()) is not None,
+            has_ucx=any(importlib.util.find_spec(name) is not None for name in ("ucxx", "ucp")),
+        )
+
+
+def file_layer(path: Path) -> Layer:
+    """Settings from a YAML (or JSON) file. Raises ConfigError that says where the file is wrong."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError("config file", str(path), error.strerror or "cannot be read") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("config file", str(path), f"is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError("config file", str(path), "must hold settings by name", "for example `prefill: 1`")
+    return Layer(str(path), values)
+
+
+def environment_layer() -> Layer:
+    """`BATON_SET_KV__PAGE_SIZE=4` is `--set kv.page_size=4`."""
+    return Layer("environment", nested({name: _scalar(name, text) for name, text in env.settings().items()}))
+
+
+def assignments_layer(assignments: Sequence[str]) -> Layer:
+    """`key=value` texts, as `--set` takes them; values are YAML: `3`, `true`, `[local, zmq]`."""
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ConfigError("--set", assignment, "expected key=value", "for example --set kv.page_size=4")
+        values[name.strip()] = _scalar(name, text)
+    return Layer("command line", nested(values))
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"kv.page_size": 4}` -> `{"kv": {"page_size": 4}}`."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        place = result
+        for group in groups:
+            place = place.setdefault(group, {})
+            if not isinstance(place, dict):
+                raise ConfigError(name, value, f"{group} is given as a value and as a group of settings")
+        if isinstance(place.get(last), dict):
+            raise ConfigError(name, value, f"{last} is given as a value and as a group of settings")
+        place[last] = value
+    return result
+
+
+def merge(layers: Sequence[Layer]) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    """Applies layers over the defaults. Raises ConfigError for unknown keys, wrong types and impossible values; the
+    message says which layer it came from."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        try:
+            from_mapping(ClusterConfig, layer.values)
+        except ConfigError as error:
+            raise ConfigError(error.field, error.value, f"{error.reason} [{layer.origin}]", error.hint) from error
+        for name, value in _flat(layer.values):
+            origins[name] = layer.origin
+            _assign(values, name, value)
+    config = from_mapping(ClusterConfig, values)
+    validate(config)
+    return config, tuple(Decision(name, get(config, name), origins[name]) for name in sorted(origins))
+
+
+def resolve(
+    layers: Sequence[Layer], find_model: Callable[[str], ModelFacts], machine: Machine | None = None
+) -> Resolved:
+    """The one place where an "auto" is decided. `find_model` gives the facts of the configured model; it may raise
+    ConfigError. Raises ConfigError."""
+    config, given = merge(layers)
+    machine = machine or Machine.probe()
+    chosen = {decision.field for decision in given}
+    config, lanes = _decide_lanes(config, machine, explicit="transfer.lanes" in chosen)
+    config, attention = _decide_attention(config, machine)
+    config, memory = _decide_memory(config, find_model(config.model.model))
+    return Resolved(config, (*given, *lanes, *attention, *memory))
+
+
+def get(config: ClusterConfig, name: str) -> object:
+    """The value of a setting by its full name."""
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _decide_lanes(
+    config: ClusterConfig, machine: Machine, *, explicit: bool
+) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    lanes = config.transfer.lanes
+    if "ucx" in lanes and not machine.has_ucx:
+        if explicit:
+            raise ConfigError("transfer.lanes", "ucx", "ucxx is not installed here", "pip install 'baton-pd[ucx]'")
+        lanes = tuple(lane for lane in lanes if lane != "ucx")
+    if "zmq" not in lanes:
+        lanes = (*lanes, "zmq")
+    if lanes == config.transfer.lanes:
+        return config, ()
+    why = "zmq is always the last resort" if explicit else "ucxx is not installed"
+    config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, lanes=lanes))
+    return config, (Decision("transfer.lanes", lanes, why),)
+
+
+def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    if config.model.attention != "auto" or config.model.model == "fake":
+        return config, ()
+    choice, why = ("compiled", "a C++ compiler is here") if machine.has_compiler else ("torch", "no C++ compiler found")
+    model = from_mapping(type(config.model), {**dataclasses.asdict(config.model), "attention": choice})
+    return dataclasses.replace(config, model=model), (Decision("model.attention", choice, why),)
+
+
+def _decide_memory(config: ClusterConfig, model: ModelFacts) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    """Pages from bytes, then the longest sequence that one pool can hold."""
+    decisions: list[Decision] = []
+    kv, page_bytes = config.kv, model.kv_bytes_per_token(config.model.dtype) * config.kv.page_size
+    num_pages = kv.num_pages
+    if num_pages is None:
+        num_pages = kv.pool_bytes // page_bytes
+        if num_pages < MIN_POOL_PAGES:
+            least = f"{MIN_POOL_PAGES} pages of {format_bytes(page_bytes)}"
+            raise ConfigError("kv.pool_bytes", kv.pool_bytes, f"too small for {model.name}: less than {least}")
+        decisions.append(
+            Decision("kv.num_pages", num_pages, f"{format_bytes(kv.pool_bytes)} of pages of {format_bytes(page_bytes)}")
+        )
+    config, length = _decide_length(config, model, num_pages)
+    config = dataclasses.replace(config, kv=dataclasses.replace(kv, num_pages=num_pages))
+    return config, (*decisions, *length)
+
+
+def _decide_length(
+    config: ClusterConfig, model: ModelFacts, num_pages: int
+) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    pool_tokens = num_pages * config.kv.page_size
+    wanted = config.model.max_model_len
+    if wanted is None:
+        wanted = min(model.max_positions, pool_tokens)
+        why = "all that the model can" if wanted == model.max_positions else "all that one pool can hold"
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=wanted))
+        return config, (Decision("model.max_model_len", wanted, why),)
+    if wanted > model.max_positions:
+        raise ConfigError("model.max_model_len", wanted, f"{model.name} has {model.max_positions} positions")
+    if wanted > pool_tokens:
+        raise ConfigError(
+            "model.max_model_len",
+            wanted,
+            f"a pool of {num_pages} pages of {config.kv.page_size} tokens holds {pool_tokens} tokens",
+            "raise kv.pool_bytes",
+        )
+    return config, ()
+
+
+def _scalar(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(name, text, "is not a valid YAML value") from error
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        pairs += _flat(value, f"{path}{name}.") if isinstance(value, Mapping) else [(f"{path}{name}", value)]
+    return pairs
+
+
+def _assign(values: dict[str, Any], name: str, value: Any) -> None:
+    *groups, last = name.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    values[last] = value

@@ -1,0 +1,180 @@
+"""Every setting has one origin and one value; what cannot work is refused before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from baton.common.config import ClusterConfig
+from baton.common.errors import ConfigError
+from baton.common.resolve import (
+    Decision,
+    Layer,
+    Machine,
+    Resolved,
+    assignments_layer,
+    environment_layer,
+    file_layer,
+    get,
+    merge,
+    resolve,
+)
+
+BARE = Machine(has_compiler=False, has_ucx=False)
+FULL = Machine(has_compiler=True, has_ucx=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    name: str = "tiny"
+    max_positions: int = 1000
+    bytes_per_token: int = 1024
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return self.bytes_per_token
+
+
+def decide(*assignments: str, machine: Machine = FULL, facts: Facts | None = None) -> Resolved:
+    return resolve([assignments_layer(assignments)], lambda name: facts or Facts(), machine)
+
+
+def decision(resolved: Resolved, field: str) -> Decision:
+    (found,) = [decision for decision in resolved.decisions if decision.field == field]
+    return found
+
+
+def test_later_layers_win_and_every_value_tells_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("prefill: 3\ndecode: 4\nkv:\n  page_size: 4\n  prefix_cache: chunk\n")
+    monkeypatch.setenv("BATON_SET_DECODE", "5")
+    monkeypatch.setenv("BATON_SET_KV__PAGE_SIZE", "8")
+    config, given = merge([file_layer(path), environment_layer(), assignments_layer(["kv.page_size=16"])])
+    assert (config.prefill, config.decode, config.kv.page_size, config.kv.prefix_cache) == (3, 5, 16, "chunk")
+    assert {decision.field: decision.why for decision in given} == {
+        "prefill": str(path),
+        "decode": "environment",
+        "kv.page_size": "command line",
+        "kv.prefix_cache": str(path),
+    }
+
+
+def test_nothing_auto_is_left() -> None:
+    def leftovers(value: object, path: str) -> list[str]:
+        if dataclasses.is_dataclass(value):
+            return [
+                left
+                for field in dataclasses.fields(value)
+                for left in leftovers(getattr(value, field.name), f"{path}.{field.name}")
+            ]
+        return [path] if value is None or value == "auto" else []
+
+    assert leftovers(decide().config, "config") == []
+
+
+def test_the_defaults_are_valid() -> None:
+    assert merge([])[0] == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("assignments", "field", "says"),
+    [
+        (["kv.pagesize=4"], "kv.pagesize", "did you mean kv.page_size?"),
+        (["prefil=1"], "prefil", "did you mean prefill?"),
+        (["kv.page_size=5"], "kv.page_size", "must be one of"),
+        (["kv.page_size=big"], "kv.page_size", "expected int"),
+        (["kv=3"], "kv", "group of settings"),
+        (["decode=0"], "decode", "at least one decode worker"),
+        (["prefill=-1"], "prefill", "cannot be negative"),
+        (["model.dtype=fp8"], "model.dtype", "float32, bfloat16"),
+        (["transfer.lanes=[zqm]"], "transfer.lanes", "did you mean zmq?"),
+        (["gateway.port=70000"], "gateway.port", "65535"),
+        (["liveness.dead_after_s=0.1"], "liveness", "heartbeat_interval_s <"),
+        (["model.max_model_len=2000"], "model.max_model_len", "has 1000 positions"),
+        (["kv.num_pages=10", "model.max_model_len=500"], "model.max_model_len", "holds 160 tokens"),
+        (["kv.pool_bytes=1000"], "kv.pool_bytes", "too small"),
+        (["no_equals_sign"], "--set", "expected key=value"),
+        (["kv.page_size=[1"], "kv.page_size", "YAML"),
+        (["kv.page_size.x=1", "kv.page_size=2"], "kv.page_size", ""),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(assignments: list[str], field: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(*assignments)
+    assert caught.value.field.startswith(field)
+    assert says in str(caught.value)
+
+
+def test_the_message_names_the_layer(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("decod: 1")
+    with pytest.raises(ConfigError, match=r"my\.yaml.*did you mean decode"):
+        merge([file_layer(path)])
+
+
+@pytest.mark.parametrize(("text", "says"), [("a: [", "not valid YAML"), ("- 1", "settings by name")])
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        file_layer(path)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*No such file"):
+        file_layer(Path("/nowhere.yaml"))
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n")
+    assert file_layer(path).values == {}
+
+
+def test_lanes_that_are_not_installed_are_left_out_unless_asked_for() -> None:
+    assert decide(machine=FULL).config.transfer.lanes == ("local", "ucx", "zmq")
+    resolved = decide(machine=BARE)
+    assert resolved.config.transfer.lanes == ("local", "zmq")
+    assert "ucxx is not installed" in decision(resolved, "transfer.lanes").why
+    with pytest.raises(ConfigError, match="ucxx is not installed"):
+        decide("transfer.lanes=[ucx]", machine=BARE)
+
+
+def test_zmq_is_always_the_last_resort() -> None:
+    assert decide("transfer.lanes=[local]").config.transfer.lanes == ("local", "zmq")
+
+
+def test_attention_is_compiled_where_there_is_a_compiler() -> None:
+    assert decide(machine=FULL).config.model.attention == "compiled"
+    assert decide(machine=BARE).config.model.attention == "torch"
+    assert decide("model.attention=torch", machine=FULL).config.model.attention == "torch"
+
+
+def test_pages_come_from_bytes_and_the_length_from_model_and_pool() -> None:
+    resolved = decide("kv.pool_bytes=1048576")
+    assert resolved.config.kv.num_pages == 1024 // 16
+    assert resolved.config.model.max_model_len == 1000
+    resolved = decide("kv.num_pages=20")
+    assert (resolved.config.kv.num_pages, resolved.config.model.max_model_len) == (20, 320)
+    assert "one pool can hold" in decision(resolved, "model.max_model_len").why
+
+
+def test_every_setting_can_be_read_by_its_name() -> None:
+    def names(cls: type, path: str = "") -> list[str]:
+        hints = typing.get_type_hints(cls)
+        return [
+            name
+            for key, hint in hints.items()
+            for name in (names(hint, f"{path}{key}.") if dataclasses.is_dataclass(hint) else [f"{path}{key}"])
+        ]
+
+    config = ClusterConfig()
+    for name in names(ClusterConfig):
+        get(config, name)
+
+
+def test_layers_are_checked_as_a_whole() -> None:
+    with pytest.raises(ConfigError, match="smaller than one hand-off's credit"):
+        merge([Layer("a", {"transfer": {"region_bytes": 64 << 20}})])
