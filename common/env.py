@@ -1,0 +1,61 @@
+"""The only module that reads or sets environment variables. One function per variable; its docstring is the manual.
+
+Never: holds a setting that belongs in `config`. What is here must be known before there is a config, or must reach a
+library that listens to nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """`BATON_CACHE_DIR`: where converted weights and compiled kernels are kept (the folder may be deleted at any time,
+    and shared by processes and hosts). Default: `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`."""
+    chosen = os.environ.get("BATON_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "baton"
+
+
+def settings() -> dict[str, str]:
+    """`BATON_SET_<GROUP>__<NAME>`: any setting of the configuration, as `--set group.name=value` would give it:
+    `BATON_SET_KV__PAGE_SIZE=4`. Names come back as settings are named ("kv.page_size"), values as text."""
+    prefix = "BATON_SET_"
+    return {
+        name.removeprefix(prefix).lower().replace("__", "."): value
+        for name, value in os.environ.items()
+        if name.startswith(prefix)
+    }
+
+
+def cluster_url() -> str:
+    """`BATON_URL`: the gateway that `baton run` and `baton status` talk to. Default: `http://127.0.0.1:8000`."""
+    return os.environ.get("BATON_URL") or "http://127.0.0.1:8000"
+
+
+def compiler() -> str:
+    """`CXX`: the C++ compiler for kernels. Default: `c++`, found on `PATH`."""
+    return os.environ.get("CXX") or "c++"
+
+
+def forbid_downloads() -> None:
+    """Sets `HF_HUB_OFFLINE=1` unless the user chose otherwise: a model comes from the disk, never from a hub. Must be
+    called before `transformers` is imported."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def prefer_huge_pages() -> None:
+    """Sets `THP_MEM_ALLOC_ENABLE=1` unless the user chose otherwise: torch then asks for huge pages for its large
+    allocations, and streaming weights through the caches costs fewer TLB misses. Call before the first large tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def prepare_ray() -> None:
+    """Sets, unless the user chose otherwise, `RAY_AUTH_MODE=disabled` (its default depends on whether a token file
+    lies around, and a cluster whose processes disagree does not start) and `RAY_USAGE_STATS_ENABLED=0` (a serving
+    process reports to nobody). Call before `ray.init`."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

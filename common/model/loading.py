@@ -1,0 +1,194 @@
+"""From a model's name to its tokenizer, its facts and its weights.
+
+Owns: the conversion of GGUF files (once, into the cache folder; afterwards weights are mapped from safetensors in about
+a second) and the check that an architecture can run over paged KV. Never: fetches anything, or keeps a loaded model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from baton.common import env
+from baton.common.errors import ConfigError
+from baton.common.model.cache import Progress, cached, file_digest, silent
+from baton.common.model.spec import FIELD, ModelSource, resolve_source
+
+env.forbid_downloads()
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["float32", "bfloat16"]
+PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_CONVERSION = 1  # part of the cache key: raise it when a conversion writes something else than before
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a model without its weights."""
+
+    name: str
+    architecture: str
+    max_positions: int
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+
+    def kv_bytes_per_token(self, dtype: Dtype) -> int:
+        """Bytes of K and V that one token takes in all layers."""
+        itemsize = 4 if dtype == "float32" else 2
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+
+
+def load_tokenizer(spec: str, progress: Progress = silent) -> PreTrainedTokenizerBase:
+    """The tokenizer, with its chat template when the model has one. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    source = resolve_source(spec)
+    return AutoTokenizer.from_pretrained(_metadata_dir(source, progress))
+
+
+def model_info(spec: str, progress: Progress = silent) -> ModelInfo:
+    """Facts from the model's configuration. Raises ConfigError, also for an architecture that cannot run here."""
+    source = resolve_source(spec)
+    directory = _metadata_dir(source, progress)
+    config = load_config(source, progress)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelInfo(
+        name=source.name,
+        architecture=str(config.model_type),
+        max_positions=int(config.max_position_embeddings),
+        vocab_size=int(config.vocab_size),
+        num_layers=int(config.num_hidden_layers),
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+        head_dim=int(head_dim),
+        eos_token_ids=_eos_token_ids(directory, config),
+    )
+
+
+def load_config(source: ModelSource, progress: Progress = silent) -> PretrainedConfig:
+    """The text model's configuration. Raises ConfigError when it cannot be read or cannot run over paged KV."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(_metadata_dir(source, progress))
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(FIELD, str(source.path), "its config.json cannot be read", str(error)[:200]) from error
+    config = config.get_text_config(decoder=True)
+    check_supported(config, str(source.path))
+    return config
+
+
+def check_supported(config: PretrainedConfig, spec: str) -> None:
+    """Raises ConfigError unless the architecture is a decoder whose every layer keeps K and V of one shape."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(FIELD, spec, f"architecture {kind} is not a decoder-only language model")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class._supports_attention_backend:
+        raise ConfigError(FIELD, spec, f"architecture {kind} does not let its attention be replaced")
+    foreign = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYER_TYPES
+    if foreign or getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
+        reason = f"layers of type {', '.join(sorted(foreign))}" if foreign else "compressed or shared K and V"
+        raise ConfigError(FIELD, spec, f"architecture {kind} has {reason}", "dense attention layers are supported")
+
+
+def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrainedModel:
+    """The model in evaluation mode, its weights mapped from safetensors. Raises ConfigError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # `progress` tells; bars of several workers would write over one another
+    source = resolve_source(spec)
+    config = load_config(source, progress)
+    directory = source.path if source.kind == "directory" else _weights_dir(source, dtype, progress)
+    progress(f"loading {source.name} ({dtype})")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
+    except (ValueError, OSError) as error:
+        raise ConfigError(FIELD, str(source.path), "its weights cannot be loaded", str(error)[:200]) from error
+    return model.eval()
+
+
+def _eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """What ends an answer: generation_config.json where there is one (chat models list more ids there)."""
+    from transformers import GenerationConfig
+
+    ids = config.eos_token_id
+    if (directory / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(directory).eos_token_id or ids
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def _metadata_dir(source: ModelSource, progress: Progress) -> Path:
+    """A directory with config.json and the tokenizer's files."""
+    if source.kind == "directory":
+        return source.path
+
+    def build(folder: Path) -> None:
+        progress(f"reading the tokenizer of {source.path.name} (once)")
+        _convert_metadata(source, folder)
+
+    return cached(f"models/{_cache_name(source)}-metadata", build, progress)
+
+
+def _weights_dir(source: ModelSource, dtype: Dtype, progress: Progress) -> Path:
+    metadata = _metadata_dir(source, progress)
+
+    def build(folder: Path) -> None:
+        progress(f"converting {source.path.name} to {dtype} safetensors (once; tens of seconds for a small model)")
+        _convert_weights(source, metadata, folder, dtype)
+
+    return cached(f"models/{_cache_name(source)}-{dtype}", build, progress)
+
+
+def _cache_name(source: ModelSource) -> str:
+    return f"{source.path.stem}-{file_digest(source.path)}-v{_CONVERSION}"
+
+
+def _convert_metadata(source: ModelSource, folder: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    place: dict[str, Any] = {"pretrained_model_name_or_path": source.path.parent, "gguf_file": source.path.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**place)
+        config = AutoConfig.from_pretrained(**place)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def _convert_weights(source: ModelSource, metadata: Path, folder: Path, dtype: Dtype) -> None:
+    """Writes model.safetensors. The tensors are mapped onto a model without memory, so only names and shapes of
+    `transformers` are used; loading through `from_pretrained(gguf_file=...)` would need one more dependency."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(metadata)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    loaded = load_gguf_checkpoint(
+        str(source.path), return_tensors=True, model_to_load=skeleton, torch_dtype=getattr(torch, dtype)
+    )
+    tensors: dict[str, torch.Tensor] = loaded["tensors"]
+    tied = set(skeleton.all_tied_weights_keys)
+    missing = {name for name, _ in skeleton.named_parameters()} - set(tensors) - tied
+    if missing:
+        raise ConfigError(FIELD, str(source.path), f"this GGUF file lacks {len(missing)} tensors", sorted(missing)[0])
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    config.save_pretrained(folder)
