@@ -12,7 +12,7 @@ from typing import Protocol
 
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.ids import Stamp, WorkerId
-from baton.common.kv.checker import Holding
+from baton.common.kv.census import Holding
 from baton.common.messages import Body, Load, Member
 
 

@@ -1,0 +1,55 @@
+"""Named points in time. Owns which are due; never looks at a clock.
+
+Each name has at most one deadline; setting it again moves it. Costs O(log n) and never scans.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Deadlines(Generic[Name]):
+    """A heap whose moved and dropped entries are skipped when they surface, and swept when they are the majority."""
+
+    def __init__(self) -> None:
+        self._due: dict[Name, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Name]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def set(self, name: Name, at_s: float) -> None:
+        """`name` is due at `at_s`, and at no other time."""
+        self._sequence += 1
+        self._due[name] = (at_s, self._sequence)
+        heapq.heappush(self._heap, (at_s, self._sequence, name))
+        if len(self._heap) > 64 + 4 * len(self._due):
+            self._heap = [(at_s, sequence, name) for name, (at_s, sequence) in self._due.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, name: Name) -> None:
+        """`name` is not due any more; fine when it never was."""
+        self._due.pop(name, None)
+
+    def next_s(self) -> float | None:
+        """When the earliest is due."""
+        while self._heap:
+            at_s, sequence, name = self._heap[0]
+            if self._due.get(name) == (at_s, sequence):
+                return at_s
+            heapq.heappop(self._heap)
+        return None
+
+    def pop_due(self, now: float) -> list[Name]:
+        """Removes and returns what is due, earliest first; those set at the same time in the order of setting."""
+        due: list[Name] = []
+        while (at_s := self.next_s()) is not None and at_s <= now:
+            _, _, name = heapq.heappop(self._heap)
+            del self._due[name]
+            due.append(name)
+        return due

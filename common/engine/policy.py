@@ -1,0 +1,53 @@
+"""Small decisions that several roles share, as pure functions: chunk boundaries, stop conditions, worker preference.
+
+Owns no state. Never: allocates, sends, or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.ids import WorkerId
+from baton.common.messages import SamplingParams
+from baton.common.units import page_floor
+
+AFFINITY_TOKENS = 64
+"""Prompts that agree in this many tokens prefer the same worker, which then has their prefix cached."""
+
+
+def chunk_end(done: int, total: int, budget: int, page_size: int) -> int:
+    """Where the next chunk of a prompt ends: at `total`, or at a page boundary within the budget. Returns `done` when
+    the budget does not reach the next boundary."""
+    if total - done <= budget:
+        return total
+    return max(done, page_floor(done + budget, page_size))
+
+
+def finish_reason(outputs: int, last_token: int, sampling: SamplingParams, prompt_tokens: int, max_context: int) -> str:
+    """Why a sequence with `outputs` tokens, the last one `last_token`, is complete; "" when it goes on. A stop token is
+    part of the answer. The newest token needs no KV, so a context is full only when the *sequence* has its length."""
+    if outputs == 0:
+        return ""
+    if last_token in sampling.stop_token_ids:
+        return "stop"
+    if outputs >= sampling.max_tokens or prompt_tokens + outputs >= max_context:
+        return "length"
+    return ""
+
+
+def affinity_key(tokens: npt.NDArray[np.int32]) -> bytes:
+    """What stays equal between prompts that share a long beginning."""
+    return np.ascontiguousarray(tokens[:AFFINITY_TOKENS], dtype="<i4").tobytes()
+
+
+def rendezvous_order(key: bytes, workers: Iterable[WorkerId]) -> list[WorkerId]:
+    """Workers by preference for `key`. When one leaves, only its own keys move (rendezvous hashing)."""
+
+    def weight(worker: WorkerId) -> bytes:
+        return hashlib.blake2b(key, digest_size=8, key=worker.encode()[:64]).digest()
+
+    return sorted(workers, key=lambda worker: (weight(worker), worker))

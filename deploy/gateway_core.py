@@ -1,0 +1,463 @@
+"""One outcome per request: the brain of a gateway. Pure; the shell (HTTP, detokenizer, sockets) is elsewhere.
+
+Owns: every admitted request until its one outcome, the output tokens received so far, which decode worker has it, and
+the clean-up of placements that were given up. Never: touches text, sockets or clocks; never chooses a KV page.
+
+Invariants:
+G1. Every admitted request gets exactly one `RequestEnded`, at the latest at its deadline.
+G2. The tokens told by `TokensArrived` are gapless and never change: a gap is asked for again (Resume), an overlap is
+    skipped, and a new placement continues after them (Submit.outputs).
+G3. One placement is current per request. Everything from another one is answered so that its worker lets go of it
+    (FinishAck for a last Output, CancelRequest for any other), and has no effect on the client.
+G4. Nothing is created by a worker's message. Tables are bounded by `max_inflight_requests` and by the deadlines of
+    what was admitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.config import GatewayConfig, LivenessConfig, TransferConfig
+from baton.common.deadlines import Deadlines
+from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.errors import ErrorCode
+from baton.common.ids import RequestId, Stamp, WorkerId
+from baton.common.messages import (
+    Body,
+    CancelRequest,
+    Failure,
+    FinishAck,
+    Heartbeat,
+    Load,
+    Member,
+    Output,
+    Resume,
+    SamplingParams,
+    Submit,
+    Submitted,
+    Timeline,
+    TokenLogprob,
+    pack_tokens,
+    unpack_tokens,
+)
+from baton.deploy.router import Candidate, choose
+
+MAX_PLACEMENTS = 16
+"""Tries per request. Each costs a dead, draining or full worker; a request that uses them up is failed, not kept."""
+
+_RETRIED = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.CANCELLED, ErrorCode.INTERNAL})
+"""Failures of a placement that another worker may not have. A `cancelled` that we did not ask for is one: the worker
+took us for dead."""
+
+_LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
+"""Refusals that waiting does not help against. A draining worker is replaced: its successor may take the request."""
+
+_RELEASE_GRACE_S = 30.0
+_RETRY_AFTER_S = 1.0
+_QUIET_RESENDS = 8
+"""A placement that says nothing for this many re-send intervals is asked whether it is still there."""
+
+
+# --------------------------------------------------------------------------------------------- towards the client
+
+
+@dataclass(frozen=True, slots=True)
+class TokensArrived:
+    """Output tokens number `first_index`, `first_index` + 1, ... In order, without gap, each exactly once."""
+
+    request_id: RequestId
+    first_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """The one outcome: `finish_reason` ("stop" | "length") or `failure`. `retry_after_s` is advice to the client."""
+
+    request_id: RequestId
+    finish_reason: str
+    failure: Failure | None
+    timeline: Timeline | None
+    placements: int
+    retry_after_s: float | None = None
+
+
+GatewayEffect = SendTo | TokensArrived | RequestEnded
+
+
+# ----------------------------------------------------------------------------------------------- states
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No decode worker can take it now. Given up at `give_up_s`."""
+
+    give_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Submit was sent, and is sent again until answered."""
+
+    worker: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The worker has it. `heard_s`: its last sign of life for this request."""
+
+    worker: Stamp
+    heard_s: float
+
+
+State = Waiting | Placing | Streaming
+
+
+@dataclass(slots=True)
+class _Request:
+    request_id: RequestId
+    prompt: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    deadline_s: float
+    state: State
+    placement: int = 0
+    outputs: list[int] = field(default_factory=list)
+    refused_by: set[Stamp] = field(default_factory=set)
+    last_refusal: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    """A placement that was given up. Its worker is told until it says goodbye, is gone, or must have given up itself."""
+
+    worker: Stamp
+    expires_s: float
+
+
+class GatewayCore:
+    """`submit`/`cancel`/`finish` from clients, `handle`/`on_timer` from the cluster; all return effects."""
+
+    def __init__(
+        self, gateway: GatewayConfig, transfer: TransferConfig, liveness: LivenessConfig, max_context_len: int
+    ) -> None:
+        self._max_inflight = gateway.max_inflight_requests
+        self._max_context_len = max_context_len
+        self._resend_s = transfer.resend_after_s
+        self._worker_wait_s = 4 * liveness.dead_after_s  # a killed worker is noticed and replaced within this
+        self._requests: dict[RequestId, _Request] = {}
+        self._releases: dict[tuple[RequestId, int], _Release] = {}
+        self._deadlines: Deadlines[RequestId] = Deadlines()  # the request's end
+        self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
+        self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
+        self._members: dict[WorkerId, Member] = {}
+        self._silent: frozenset[WorkerId] = frozenset()
+        self._loads: dict[Stamp, Load] = {}
+        self._placed: dict[Stamp, int] = {}
+        self.stale_outputs = 0
+
+    # ------------------------------------------------------------------------------------- from clients
+
+    def submit(
+        self,
+        request_id: RequestId,
+        prompt: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        timeout_s: float,
+        now: float,
+    ) -> list[GatewayEffect]:
+        """Admits a request, or ends it at once with the reason. The seed must be chosen already: it is the state that
+        makes a sampled answer continue identically elsewhere."""
+        assert request_id not in self._requests, f"{request_id} is used twice"
+        refusal = self._refusal(prompt)
+        if refusal is not None:
+            retry_after_s = _RETRY_AFTER_S if refusal.code is ErrorCode.OVERLOADED else None
+            return [RequestEnded(request_id, "", refusal, None, 0, retry_after_s)]
+        request = _Request(request_id, prompt, sampling, now + timeout_s, Waiting(now + self._worker_wait_s))
+        self._requests[request_id] = request
+        self._deadlines.set(request_id, request.deadline_s)
+        out: list[GatewayEffect] = []
+        self._place(request, now, out)
+        return out
+
+    def cancel(self, request_id: RequestId, now: float) -> list[GatewayEffect]:
+        """The client is gone or does not want it any more. Ends it at once; fine when it has ended already."""
+        request = self._requests.get(request_id)
+        out: list[GatewayEffect] = []
+        if request is not None:
+            self._fail(request, Failure(code=ErrorCode.CANCELLED, reason="cancelled by the client"), now, out)
+        return out
+
+    def finish(self, request_id: RequestId, now: float) -> list[GatewayEffect]:
+        """A stop string was found in the text: the answer is complete here, whatever the worker still produces."""
+        request = self._requests.get(request_id)
+        out: list[GatewayEffect] = []
+        if request is not None:
+            self._release_current(request, now, out)
+            self._leave(request)
+            self._end(request, RequestEnded(request_id, "stop", None, None, request.placement + 1), out)
+        return out
+
+    # ----------------------------------------------------------------------------------- from the cluster
+
+    def handle(self, event: FromPeer | MembershipView, now: float) -> list[GatewayEffect]:
+        """A worker's message or a new view of the cluster."""
+        out: list[GatewayEffect] = []
+        if isinstance(event, MembershipView):
+            self._on_view(event, now, out)
+            return out
+        match event.body:
+            case Heartbeat(load=load):
+                self._loads[event.sender] = load
+            case Submitted():
+                self._on_submitted(event.sender, event.body, now, out)
+            case Output():
+                self._on_output(event.sender, event.body, now, out)
+            case _:
+                self.stale_outputs += 1  # not for a gateway: counted, never acted on
+        return out
+
+    def on_timer(self, now: float) -> list[GatewayEffect]:
+        """Everything that is due."""
+        out: list[GatewayEffect] = []
+        for request_id in self._deadlines.pop_due(now):
+            self._fail(
+                self._requests[request_id],
+                Failure(code=ErrorCode.DEADLINE_EXCEEDED, reason="no complete answer within the request's time"),
+                now,
+                out,
+            )
+        for request_id in self._timers.pop_due(now):
+            self._on_request_timer(self._requests[request_id], now, out)
+        for key in self._release_timers.pop_due(now):
+            self._on_release_timer(key, now, out)
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` has something to do."""
+        due = (self._deadlines.next_s(), self._timers.next_s(), self._release_timers.next_s())
+        return min((at_s for at_s in due if at_s is not None), default=None)
+
+    def load(self) -> Load:
+        """For this gateway's own heartbeat and metrics."""
+        waiting = sum(isinstance(request.state, Waiting) for request in self._requests.values())
+        return Load(queued=waiting, running=len(self._requests) - waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Every request has ended and every worker has let go of what was its."""
+        return not self._requests and not self._releases
+
+    # ---------------------------------------------------------------------------------------- placement
+
+    def _refusal(self, prompt: npt.NDArray[np.int32]) -> Failure | None:
+        if len(prompt) == 0:
+            return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
+        if len(prompt) >= self._max_context_len:
+            reason = f"the prompt has {len(prompt)} tokens; the model takes at most {self._max_context_len - 1}"
+            return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=reason)
+        if len(self._requests) >= self._max_inflight:
+            return Failure(code=ErrorCode.OVERLOADED, reason=f"{self._max_inflight} requests are in flight already")
+        return None
+
+    def _candidates(self, role: str, refused_by: set[Stamp]) -> list[Candidate]:
+        return [
+            Candidate(worker, self._loads.get(member.stamp, member.load), self._placed.get(member.stamp, 0))
+            for worker, member in self._members.items()
+            if member.role == role and worker not in self._silent and member.stamp not in refused_by
+        ]
+
+    def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
+        """Sends a waiting request to the best decode worker, if there is one."""
+        assert isinstance(request.state, Waiting)
+        worker = choose(self._candidates("decode", request.refused_by), request.prompt)
+        if worker is None:
+            refusal = request.last_refusal
+            if refusal is not None and refusal.code in _LASTING and self._candidates("decode", set()):
+                self._fail(request, refusal, now, out)  # everyone who is there has refused it
+            else:
+                self._timers.set(request.request_id, request.state.give_up_s)
+            return
+        stamp = self._members[worker].stamp
+        request.state = Placing(stamp)
+        self._placed[stamp] = self._placed.get(stamp, 0) + 1
+        self._send_submit(request, stamp, now, out)
+
+    def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
+        submit = Submit(
+            request_id=request.request_id,
+            placement=request.placement,
+            prompt=pack_tokens(request.prompt),
+            outputs=pack_tokens(request.outputs),
+            sampling=request.sampling,
+            ttl_s=max(0.0, request.deadline_s - now),
+            prefill_worker=choose(self._candidates("prefill", set()), request.prompt),
+        )
+        out.append(_to(stamp, submit))
+        self._timers.set(request.request_id, now + self._resend_s)
+
+    def _replace(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
+        """The current placement is over: continue on another worker from what has been received."""
+        self._leave(request)
+        request.placement += 1
+        request.state = Waiting(now + self._worker_wait_s)
+        if request.placement >= MAX_PLACEMENTS:
+            reason = f"{MAX_PLACEMENTS} decode workers were tried"
+            self._fail(request, Failure(code=ErrorCode.NO_WORKER, reason=reason), now, out)
+        else:
+            self._place(request, now, out)
+
+    def _leave(self, request: _Request) -> None:
+        if isinstance(request.state, Placing | Streaming):
+            stamp = request.state.worker
+            self._placed[stamp] -= 1
+            if not self._placed[stamp]:
+                del self._placed[stamp]
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def _on_view(self, view: MembershipView, now: float, out: list[GatewayEffect]) -> None:
+        self._members = {member.stamp.worker: member for member in view.members}
+        self._silent = view.silent
+        alive = {member.stamp for member in view.members}
+        self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
+        for key in [key for key, release in self._releases.items() if release.worker not in alive]:
+            self._forget_release(key)
+        for request in list(self._requests.values()):
+            match request.state:
+                case Placing(worker) | Streaming(worker):
+                    if worker not in alive:
+                        self._replace(request, now, out)
+                    elif worker.worker in view.silent:
+                        self._release_current(request, now, out)
+                        self._replace(request, now, out)
+                case Waiting():
+                    self._place(request, now, out)
+                case _:
+                    assert_never(request.state)
+
+    def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None or not _is_current(request, sender, message.placement):
+            self._let_go(sender, message.request_id, message.placement, False, out)
+            return
+        request.state = Streaming(sender, now)
+        self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
+
+    def _on_output(self, sender: Stamp, message: Output, now: float, out: list[GatewayEffect]) -> None:
+        last = bool(message.finish_reason) or message.failure is not None
+        request = self._requests.get(message.request_id)
+        if request is None or not _is_current(request, sender, message.placement):
+            self.stale_outputs += 1
+            self._let_go(sender, message.request_id, message.placement, last, out)
+            return
+        request.state = Streaming(sender, now)
+        self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
+        known = len(request.outputs)
+        if message.first_index > known:
+            resume = Resume(request_id=request.request_id, placement=request.placement, next_index=known)
+            out.append(_to(sender, resume))
+            return
+        tokens = unpack_tokens(message.tokens)[known - message.first_index :].tolist()
+        if tokens:
+            request.outputs.extend(tokens)
+            logprobs = message.logprobs[known - message.first_index :]
+            out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs))
+        if last:
+            out.append(_to(sender, FinishAck(request_id=request.request_id, placement=request.placement)))
+            self._on_last(request, sender, message, now, out)
+
+    def _on_last(self, request: _Request, sender: Stamp, message: Output, now: float, out: list[GatewayEffect]) -> None:
+        failure = message.failure
+        if failure is not None and failure.code in _RETRIED:
+            if failure.code is not ErrorCode.CANCELLED:
+                request.refused_by.add(sender)
+                request.last_refusal = failure
+            self._replace(request, now, out)
+            return
+        self._leave(request)
+        ended = RequestEnded(
+            request.request_id, message.finish_reason, failure, message.timeline, request.placement + 1
+        )
+        self._end(request, ended, out)
+
+    def _let_go(
+        self, sender: Stamp, request_id: RequestId, placement: int, last: bool, out: list[GatewayEffect]
+    ) -> None:
+        """Answers a placement that is not current (G3)."""
+        if last:
+            out.append(_to(sender, FinishAck(request_id=request_id, placement=placement)))
+            release = self._releases.get((request_id, placement))
+            if release is not None and release.worker == sender:
+                self._forget_release((request_id, placement))
+        else:
+            out.append(_to(sender, CancelRequest(request_id=request_id, placement=placement)))
+
+    # ------------------------------------------------------------------------------------------- timers
+
+    def _on_request_timer(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
+        match request.state:
+            case Waiting():
+                failure = Failure(code=ErrorCode.NO_WORKER, reason="no decode worker is there to take the request")
+                self._fail(request, failure, now, out)
+            case Placing(worker):
+                self._send_submit(request, worker, now, out)
+            case Streaming(worker):
+                next_index = len(request.outputs)
+                out.append(
+                    _to(
+                        worker,
+                        Resume(request_id=request.request_id, placement=request.placement, next_index=next_index),
+                    )
+                )
+                self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
+            case _:
+                assert_never(request.state)
+
+    def _on_release_timer(self, key: tuple[RequestId, int], now: float, out: list[GatewayEffect]) -> None:
+        release = self._releases[key]
+        if now >= release.expires_s:
+            self._forget_release(key)
+        else:
+            out.append(_to(release.worker, CancelRequest(request_id=key[0], placement=key[1])))
+            self._release_timers.set(key, now + self._resend_s)
+
+    # -------------------------------------------------------------------------------------------- endings
+
+    def _release_current(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
+        """Tells the current worker to let go, again and again until it has."""
+        if isinstance(request.state, Placing | Streaming):
+            key = (request.request_id, request.placement)
+            self._releases[key] = _Release(request.state.worker, request.deadline_s + _RELEASE_GRACE_S)
+            out.append(_to(request.state.worker, CancelRequest(request_id=key[0], placement=key[1])))
+            self._release_timers.set(key, now + self._resend_s)
+
+    def _forget_release(self, key: tuple[RequestId, int]) -> None:
+        del self._releases[key]
+        self._release_timers.drop(key)
+
+    def _fail(self, request: _Request, failure: Failure, now: float, out: list[GatewayEffect]) -> None:
+        self._release_current(request, now, out)
+        self._leave(request)
+        retry_after_s = _RETRY_AFTER_S if failure.code in (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER) else None
+        ended = RequestEnded(request.request_id, "", failure, None, request.placement + 1, retry_after_s)
+        self._end(request, ended, out)
+
+    def _end(self, request: _Request, ended: RequestEnded, out: list[GatewayEffect]) -> None:
+        del self._requests[request.request_id]
+        self._deadlines.drop(request.request_id)
+        self._timers.drop(request.request_id)
+        out.append(ended)
+
+
+def _to(worker: Stamp, body: Body) -> SendTo:
+    return SendTo(worker.worker, worker.epoch, body)
+
+
+def _is_current(request: _Request, sender: Stamp, placement: int) -> bool:
+    state = request.state
+    return not isinstance(state, Waiting) and state.worker == sender and request.placement == placement
