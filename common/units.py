@@ -8,6 +8,11 @@ def pages_for_tokens(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def whole_pages(tokens: int, page_size: int) -> int:
+    """Pages that ``tokens`` tokens fill completely; also the index of the page that holds token number ``tokens``."""
+    return tokens // page_size
+
+
 def page_floor(tokens: int, page_size: int) -> int:
     """The largest multiple of ``page_size`` that is not above ``tokens``."""
     return tokens // page_size * page_size

@@ -1,0 +1,147 @@
+"""Who may start on this decode worker, and when: asks for room to grow before it promises pages.
+
+Owns the count of requests that have overtaken the head of the queue, nothing else. Never reads a clock, never retracts
+or cancels anybody. Asking and allocating are one call (`admit`): its answer is a holder that owns pages, or a refusal
+after which nothing has changed.
+
+All arithmetic is in pages. With R = `num_reserved_decode_tokens`, after an admission at least this must be available
+(free, or cached and unlocked):
+
+    max(sum over active requests and the admitted one of pages(their next min(R, remaining) tokens),
+        what the running request that may grow longest lacks when every other running one has been retracted)
+
+Retracted requests come first in the queue and are never overtaken, so what they need is never given away. With nothing
+active, a request is admitted as soon as it fits: refusing it could not make anything better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.common.ids import RequestId
+from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
+from baton.common.kv.prefix.interface import I32
+from baton.common.kv.record import KvHolder, ReqKvInfo
+from baton.common.units import pages_for_tokens, whole_pages
+
+MAX_BACKFILL = 16
+"""Requests that may overtake one head of the queue. More would let small ones starve a large one."""
+
+BACKFILL_WINDOW = 8
+"""How far behind the head one call looks. Bounds the cost of a step in which nobody fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A queued request. `tokens` are those whose KV it needs before it can run (`fill_len = len(tokens)`); of a cached
+    prefix at most `max_prefix` is used; it never holds more than `total_len` tokens of KV (prompt + max_tokens)."""
+
+    holder: KvHolder
+    request_id: RequestId
+    tokens: I32
+    max_prefix: int
+    total_len: int
+    retracted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """A request that owns pages: running, in transfer, or waiting for its first step. Only running ones can be
+    retracted."""
+
+    record: ReqKvInfo
+    total_len: int
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """queue[index] owns its record now."""
+
+    index: int
+    allocation: PreAllocated
+
+
+class Admission:
+    """One per decode core."""
+
+    def __init__(self, pool: KvPool, num_reserved_decode_tokens: int) -> None:
+        self._pool = pool
+        self._reserved_tokens = num_reserved_decode_tokens
+        self._head: RequestId | None = None
+        self._overtaken = 0
+
+    def admit(self, queue: Sequence[Candidate], active: Iterable[ActiveRequest]) -> Admitted | Refused | None:
+        """Admits one request of `queue`, or says why the head must wait; None when the queue is empty. The queue's
+        order is the core's: retracted requests first, then by arrival. Call again until it refuses.
+
+        When the head does not fit, one behind it may overtake (backfill): at most MAX_BACKFILL times per head, and
+        never a retracted request.
+        """
+        if not queue:
+            return None
+        load = _Load.of(active, self._reserved_tokens, self._pool)
+        head = queue[0]
+        if head.request_id != self._head:
+            self._head, self._overtaken = head.request_id, 0
+        refusal = self._pre_alloc(head, load)
+        if isinstance(refusal, PreAllocated):
+            return Admitted(0, refusal)
+        if head.retracted or refusal.reason in (RefusalReason.NO_ROW, RefusalReason.TOO_LONG):
+            return refusal
+        for index in range(1, min(len(queue), 1 + BACKFILL_WINDOW)):
+            if self._overtaken >= MAX_BACKFILL:
+                break
+            allocation = self._pre_alloc(queue[index], load)
+            if isinstance(allocation, PreAllocated):
+                self._overtaken += 1
+                return Admitted(index, allocation)
+        return refusal
+
+    def _pre_alloc(self, candidate: Candidate, load: _Load) -> PreAllocated | Refused:
+        """The check and the act. On refusal nothing has changed."""
+        pool, fill_len = self._pool, len(candidate.tokens)
+        if candidate.holder.kv is None:
+            demand = pool.demand(candidate.tokens, fill_len, candidate.max_prefix)
+            taken = demand.new_pages + demand.pinned_pages
+        else:
+            held = pages_for_tokens(candidate.holder.kv.kv_allocated_len, pool.page_size)
+            taken = max(0, pages_for_tokens(fill_len, pool.page_size) - held)
+        if load.active:
+            growth = _growth_pages(fill_len, candidate.total_len, self._reserved_tokens, pool.page_size)
+            room = max(load.growth_pages + growth, load.finish_alone_pages)
+            short = taken + room - pool.available_pages
+            if taken <= pool.available_pages and short > 0:
+                return Refused(RefusalReason.NO_ROOM_TO_GROW, short)
+        return pool.pre_alloc(candidate.holder, candidate.tokens, fill_len, candidate.max_prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What the active requests may still need, in pages."""
+
+    active: int
+    growth_pages: int
+    finish_alone_pages: int
+
+    @staticmethod
+    def of(requests: Iterable[ActiveRequest], reserved_tokens: int, pool: KvPool) -> _Load:
+        active = growth = retractable = 0
+        longest = 0  # most pages that one running request lacks for its longest possible answer
+        for request in requests:
+            allocated = request.record.kv_allocated_len
+            held = pages_for_tokens(allocated, pool.page_size)
+            active += 1
+            growth += _growth_pages(allocated, request.total_len, reserved_tokens, pool.page_size)
+            if request.running:
+                own = held - whole_pages(request.record.cache_protected_len, pool.page_size)
+                retractable += own
+                most = min(pages_for_tokens(request.total_len, pool.page_size), pool.total_pages)
+                longest = max(longest, most - held + own)
+        return _Load(active, growth, max(0, longest - retractable))
+
+
+def _growth_pages(length: int, total_len: int, reserved_tokens: int, page_size: int) -> int:
+    grown = length + min(reserved_tokens, max(0, total_len - length))
+    return pages_for_tokens(grown, page_size) - pages_for_tokens(length, page_size)
