@@ -74,6 +74,11 @@ class LivenessConfig:
     heartbeat_interval_s: float = 0.2
     suspect_after_s: float = 1.0
     dead_after_s: float = 3.0
+    engine_stuck_after_s: float = 60.0  # one engine step longer than this: the process is replaced
+    start_deadline_s: float = 900.0  # from process start until it has loaded and registered
+    restart_backoff_s: float = 1.0  # from the second death in a row on; doubles
+    restart_forgiven_after_s: float = 30.0  # a process that served this long starts the count afresh
+    max_restarts_per_minute: int = 10  # of one worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +201,10 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("transfer.credit_regions", config.transfer.credit_regions),
         ("transfer.resend_after_s", config.transfer.resend_after_s),
         ("transfer.handoff_ttl_s", config.transfer.handoff_ttl_s),
+        ("liveness.engine_stuck_after_s", config.liveness.engine_stuck_after_s),
+        ("liveness.start_deadline_s", config.liveness.start_deadline_s),
+        ("liveness.restart_backoff_s", config.liveness.restart_backoff_s),
+        ("liveness.max_restarts_per_minute", config.liveness.max_restarts_per_minute),
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
