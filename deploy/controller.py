@@ -1,0 +1,325 @@
+"""The controller process: runs `ControllerCore` on a thread, with a socket to every process and Ray behind it.
+
+Owns: the controller's Mesh, its thread, and the wiring of decisions to Ray. Never: decides who lives (the core does),
+or stands on the path of a request: when it is gone, running requests go on.
+
+A controller that Ray restarts finds the processes of its cluster by name, kills those that do not answer, adopts the
+others, tells them its new address, and continues with a higher membership version.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import ray
+
+from baton.common.clock import MonotonicClock
+from baton.common.config import ClusterConfig
+from baton.common.engine.loop import FATAL_EXIT_CODE
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.log import EventLog, configure_logging
+from baton.common.messages import Body, Heartbeat, Load, Member, Membership
+from baton.deploy import ray_side
+from baton.deploy.controller_core import (
+    ControllerCore,
+    Effect,
+    KillWorker,
+    Publish,
+    Reply,
+    SeatSpec,
+    SeatStatus,
+    StartWorker,
+)
+from baton.transfer.actor import HEALTH, WATCH, in_group
+from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.process import ProcessSpec, die_with_parent, register_process
+
+CONTROLLER = WorkerId("controller")
+REBUILD_ANSWER_TIMEOUT_S = 10.0
+RAY_THREADS = 8
+MAX_REJECTED_PEERS = 16
+
+_log = EventLog("baton.controller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One process the cluster shall have: where it is placed and which class it runs."""
+
+    spec: SeatSpec
+    class_path: str
+    cores: tuple[int, ...]
+    num_cpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """Everything a controller needs, also the one that Ray restarts."""
+
+    config: ClusterConfig
+    keys: ClusterKeys | None
+    run_dir: str
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStatus:
+    """`revision` grows with every change of a seat; `wait_status` waits for it."""
+
+    revision: int
+    address: str
+    ready: bool
+    finished: bool
+    version: int
+    seats: tuple[SeatStatus, ...]
+    members: tuple[Member, ...]
+    transitions: tuple[str, ...]
+
+
+class ControllerLoop:
+    """The controller's thread. The only one that touches the core and the mesh."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._seats = {seat.spec.worker: seat for seat in plan.seats}
+        self._clock = MonotonicClock()
+        # Its incarnation only has to grow from one controller to the next, and nothing outlives it to ask.
+        self._stamp = Stamp(CONTROLLER, int(time.time()), Epoch(secrets.randbits(62) + 1))
+        self._mesh = Mesh(self._stamp, plan.config.bind_host, plan.keys)
+        self._core: ControllerCore | None = None
+        self._peers: dict[WorkerId, Member] = {}
+        self._rejected: deque[WorkerId] = deque()
+        self._inbox: deque[Callable[[float], list[Effect]]] = deque()
+        self._pool = ThreadPoolExecutor(RAY_THREADS, thread_name_prefix="ray")
+        self._heartbeat_due_s = 0.0
+        self._changed = threading.Condition()
+        self._status = ControllerStatus(
+            revision=0, address=self._mesh.address, ready=False, finished=False, version=0, seats=(), members=(),
+            transitions=(),
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+
+    # ------------------------------------------------------------------------------ from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def status(self) -> ControllerStatus:
+        return self._status
+
+    def wait_status(self, after_revision: int, timeout_s: float) -> ControllerStatus:
+        """The status, as soon as it is newer than `after_revision`, or after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status.revision > after_revision, timeout_s)
+            return self._status
+
+    def shut_down(self) -> None:
+        """Begins to end every process; `status().finished` tells when all are proven dead."""
+        self._post(lambda now: self._live_core.shut_down(now))
+
+    # ----------------------------------------------------------------------------- controller thread
+
+    def _run(self) -> None:
+        try:
+            self._rebuild()
+            while True:
+                now = self._clock.now()
+                wait_s = max(0.0, min(self._live_core.next_deadline(), self._heartbeat_due_s) - now)
+                frames = self._mesh.poll(wait_s)
+                now = self._clock.now()
+                for frame in frames:
+                    self._carry_out(self._live_core.on_message(frame.src, frame.body, now))
+                while self._inbox:
+                    self._carry_out(self._inbox.popleft()(now))
+                self._carry_out(self._live_core.on_timer(now))
+                self._beat(now)
+                self._publish_status()
+        except BaseException:  # noqa: BLE001 - the thread's top frame
+            # Ray starts the controller again, and it rebuilds its view: better than one that half works.
+            _log.fatal("controller_failed")
+            os._exit(FATAL_EXIT_CODE)
+
+    @property
+    def _live_core(self) -> ControllerCore:
+        assert self._core is not None, "used before rebuild"
+        return self._core
+
+    def _rebuild(self) -> None:
+        """Finds what an earlier controller left (at the first start: nothing) and begins from there."""
+        found = ray_side.find_live_processes(self._config.cluster, REBUILD_ANSWER_TIMEOUT_S)
+        known = [process for process in found if process.worker in self._seats]
+        keep = frozenset(f"{process.worker}@{process.incarnation}" for process in known) | {CONTROLLER}
+        # C1: whoever will be missing in the first membership must be proven dead before it is published.
+        while not ray_side.reap_strangers(self._plan.run_dir, keep):
+            _log.warning("waiting_for_strangers_to_die")
+        now = self._clock.now()
+        views = [process.report.view for process in known if process.report.view is not None]
+        first_version = max([int(time.time() * 1000), *(view.version + 1 for view in views)])
+        core = ControllerCore((seat.spec for seat in self._plan.seats), self._config.liveness, first_version, now)
+        for view in views:
+            for member in view.members:
+                core.note_incarnation(member.stamp.worker, member.stamp.incarnation)
+        for process in known:
+            if process.report.member is None:
+                core.adopt_starting(process.worker, process.incarnation, now)
+            else:
+                core.adopt(process.report.member, now)
+        self._core = core
+        for process in known:
+            self._pool.submit(self._rejoin, process.worker, process.incarnation)
+        _log.info("controller_started", adopted=len(known), version=first_version, address=self._mesh.address)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartWorker():
+                    self._pool.submit(self._start_process, effect.spec, effect.incarnation)
+                case KillWorker():
+                    _log.warning("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
+                    self._pool.submit(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
+                case Publish():
+                    self._publish(effect.membership)
+                case Reply():
+                    self._reply(effect.member, effect.body)
+
+    def _publish(self, membership: Membership) -> None:
+        members = {member.stamp.worker: member for member in membership.members}
+        for worker in self._peers.keys() - members.keys():
+            self._mesh.disconnect(worker)
+        for worker, member in members.items():
+            self._mesh.connect(worker, member.address)
+            self._mesh.send(worker, member.stamp.epoch, membership)
+        self._peers = members
+
+    def _reply(self, member: Member, body: Body) -> None:
+        """To a process that is no peer: over a connection of its own, kept for a while so that the frame gets out."""
+        peer = WorkerId(f"!{member.stamp.worker}@{member.stamp.incarnation}")
+        if peer not in self._rejected:
+            self._rejected.append(peer)
+            if len(self._rejected) > MAX_REJECTED_PEERS:
+                self._mesh.disconnect(self._rejected.popleft())
+        self._mesh.connect(peer, member.address)
+        self._mesh.send(peer, member.stamp.epoch, body)
+
+    def _beat(self, now: float) -> None:
+        if now >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now + self._config.liveness.heartbeat_interval_s
+            for worker, member in self._peers.items():
+                self._mesh.send(worker, member.stamp.epoch, Heartbeat(load=Load()))
+
+    def _publish_status(self) -> None:
+        core = self._live_core
+        membership = core.membership()
+        seats, transitions = tuple(core.status()), tuple(core.transitions)
+        with self._changed:
+            old = self._status
+            changed = (seats, transitions, membership.version) != (old.seats, old.transitions, old.version)
+            self._status = ControllerStatus(
+                revision=old.revision + changed,
+                address=self._mesh.address,
+                ready=core.ready,
+                finished=core.finished,
+                version=membership.version,
+                seats=seats,
+                members=membership.members,
+                transitions=transitions,
+            )
+            if changed:
+                self._changed.notify_all()
+
+    def _post(self, event: Callable[[float], list[Effect]]) -> None:
+        """From any thread: `event(now)` runs on the controller's."""
+        self._inbox.append(event)
+        self._mesh.wake()
+
+    # ------------------------------------------------------------------------------ on pool threads
+
+    def _start_process(self, spec: SeatSpec, incarnation: int) -> None:
+        seat = self._seats[spec.worker]
+        worker = spec.worker
+        process = ProcessSpec(
+            worker=worker,
+            role=spec.role,
+            incarnation=incarnation,
+            controller_address=self._mesh.address,
+            keys=self._plan.keys,
+            config=self._config,
+            cores=seat.cores,
+            run_dir=self._plan.run_dir,
+        )
+        try:
+            handle = ray_side.create_process(process, seat.class_path, seat.num_cpus)
+        except (ray.exceptions.RayError, ValueError) as error:
+            self._on_started(worker, incarnation, str(error))
+            return
+        ray_side.watch_process(
+            handle,
+            on_started=lambda failure: self._on_started(worker, incarnation, failure),
+            on_dead=lambda: self._on_ray_death(worker, incarnation),
+        )
+
+    def _rejoin(self, worker: WorkerId, incarnation: int) -> None:
+        """An adopted process hears where the controller is now. One that cannot be told falls silent: replaced."""
+        handle = ray_side.find_process(self._config.cluster, f"{worker}@{incarnation}")
+        if handle is None:
+            self._on_ray_death(worker, incarnation)
+            return
+        ray_side.rewatch(handle, on_dead=lambda: self._on_ray_death(worker, incarnation))
+        handle.rejoin.remote(self._mesh.address)
+
+    def _on_started(self, worker: WorkerId, incarnation: int, failure: str) -> None:
+        if failure:
+            _log.error("start_failed", worker=worker, incarnation=incarnation, reason=failure)
+            self._post(lambda now: self._live_core.on_start_failed(worker, incarnation, failure, now))
+
+    def _on_ray_death(self, worker: WorkerId, incarnation: int) -> None:
+        self._pool.submit(self._prove_dead, worker, incarnation, "process died")
+
+    def _prove_dead(self, worker: WorkerId, incarnation: int, reason: str) -> None:
+        try:
+            proven = ray_side.kill_and_prove(self._config.cluster, self._plan.run_dir, worker, incarnation)
+        except ray.exceptions.RayError as error:
+            _log.warning("kill_failed", worker=worker, incarnation=incarnation, error=str(error)[:200])
+            proven = False
+        if not proven:
+            # A live member falls silent and is killed again; one that was loading must be remembered as failed.
+            self._post(lambda now: self._live_core.on_start_failed(worker, incarnation, reason, now))
+        else:
+            _log.info("proven_dead", worker=worker, incarnation=incarnation, reason=reason)
+            self._post(lambda now: self._live_core.on_dead(worker, incarnation, now, reason))
+
+
+class ControllerActor:
+    """The Ray shell of the controller; detached, restarted by Ray without limit."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        configure_logging(CONTROLLER, plan.config.log_level)
+        die_with_parent()
+        register_process(plan.run_dir, CONTROLLER)
+        self._plan = plan
+        self._loop = ControllerLoop(plan)
+        self._loop.start()
+
+    @in_group(HEALTH)
+    def status(self) -> ControllerStatus:
+        return self._loop.status()
+
+    @in_group(HEALTH)
+    def plan(self) -> ClusterPlan:
+        """For whoever attaches to the running cluster."""
+        return self._plan
+
+    @in_group(WATCH)
+    def wait_status(self, after_revision: int, timeout_s: float) -> ControllerStatus:
+        return self._loop.wait_status(after_revision, timeout_s)
+
+    def shut_down(self) -> None:
+        self._loop.shut_down()

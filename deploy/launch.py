@@ -1,0 +1,301 @@
+"""Brings a cluster up on a local or an existing Ray, waits until it can serve, and takes it down without a trace.
+
+Owns: `launch`, `attach` and the `ClusterHandle` they return. Never: stays on the path of a request; a launched cluster
+on an existing Ray lives on when the launching process ends, one on a local Ray ends with it.
+
+Call `launch` on a thread that lives as long as the cluster shall: Linux ends Ray's processes with the *thread* that
+started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from baton.common import env
+from baton.common.clock import MonotonicClock
+from baton.common.config import ClusterConfig, cores_for_workers, validate
+from baton.common.errors import BatonError, ConfigError
+from baton.common.ids import WorkerId
+from baton.common.model.spec import resolve_source
+from baton.deploy.controller import CONTROLLER, ClusterPlan, ControllerActor, ControllerStatus, Seat
+from baton.deploy.controller_core import SeatSpec
+from baton.deploy.ray_side import find_process, reap_strangers
+from baton.transfer.actor import CONCURRENCY_GROUPS
+from baton.transfer.mesh import ClusterKeys
+from baton.transfer.process import actor_name, new_run_dir
+
+FAKE_MODEL = "fake"
+CLASS_PATHS: Mapping[str, str] = {
+    "prefill": "baton.prefill.actor:PrefillActor",
+    "decode": "baton.decode.actor:DecodeActor",
+    "gateway": "baton.deploy.gateway:GatewayActor",
+}
+OBJECT_STORE_BYTES = 100_000_000
+"""The object store is not on the token path; Ray wants at least 75 MB."""
+CALL_TIMEOUT_S = 30.0
+PROGRESS_INTERVAL_S = 0.3
+
+Progress = Callable[[str], None]
+
+
+class LaunchError(BatonError):
+    """The cluster did not come up. The reason is that of the first process that failed."""
+
+
+def silent(_line: str) -> None:
+    """The progress of those who do not want to see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHandle:
+    """A running cluster, as seen from outside."""
+
+    plan: ClusterPlan
+    controller: ActorHandle
+    owns_ray: bool
+
+    @property
+    def gateway_url(self) -> str:
+        gateway = self.plan.config.gateway
+        host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+        return f"http://{host}:{gateway.port}"
+
+    def status(self, timeout_s: float = CALL_TIMEOUT_S) -> ControllerStatus:
+        """Seats and members. A controller that is just being restarted is waited for."""
+        status: ControllerStatus = self._call_controller("status", timeout_s)
+        return status
+
+    def wait_ready(self, timeout_s: float) -> ControllerStatus:
+        """Until every seat is filled (again). Raises LaunchError when that takes longer than `timeout_s`."""
+        clock = MonotonicClock()
+        deadline_s = clock.now() + timeout_s
+        status = self.status()
+        while not status.ready:
+            left_s = deadline_s - clock.now()
+            if left_s <= 0:
+                raise LaunchError(f"not ready within {timeout_s} s: {_summary(status)}")
+            status = self._call_controller("wait_status", left_s + CALL_TIMEOUT_S, status.revision, min(left_s, 1.0))
+        return status
+
+    def actor(self, worker: WorkerId) -> ActorHandle | None:
+        """The process that sits there now; None while there is none."""
+        for seat in self.status().seats:
+            if seat.worker == worker:
+                return find_process(self.plan.config.cluster, actor_name(worker, seat.incarnation))
+        return None
+
+    def worker_status(self, timeout_s: float = 5.0) -> dict[WorkerId, Any]:
+        """Each live process's own status; processes that do not answer in time are left out."""
+        refs = {
+            actor.status.remote(): member.stamp.worker
+            for member in self.status().members
+            if (actor := self.actor(member.stamp.worker)) is not None
+        }
+        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        statuses: dict[WorkerId, Any] = {}
+        for ref in answered:
+            with contextlib.suppress(RayActorError):
+                statuses[refs[ref]] = ray.get(ref)
+        return statuses
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Ends every process of the cluster, and the local Ray with them. Raises LaunchError when one is left."""
+        left = ""
+        try:
+            self._stop_workers(timeout_s)
+        except RayError as error:
+            left = f"the controller did not answer: {error}"
+        controller = find_process(self.plan.config.cluster, CONTROLLER)
+        if controller is not None:
+            ray.kill(controller, no_restart=True)
+        if not reap_strangers(self.plan.run_dir, frozenset()):
+            left = "a process could not be killed"
+        shutil.rmtree(self.plan.run_dir, ignore_errors=True)
+        if self.owns_ray:
+            ray.shutdown()
+        if left:
+            raise LaunchError(left)
+
+    def _stop_workers(self, timeout_s: float) -> None:
+        clock = MonotonicClock()
+        deadline_s = clock.now() + timeout_s
+        self._call_controller("shut_down", timeout_s)
+        status = self.status(timeout_s)
+        while not status.finished and clock.now() < deadline_s:
+            status = self._call_controller("wait_status", timeout_s, status.revision, 1.0)
+
+    def _call_controller(self, method: str, timeout_s: float, *arguments: object) -> Any:
+        """A controller that died is restarted by Ray: calls that met its death are made again."""
+        clock = MonotonicClock()
+        deadline_s = clock.now() + timeout_s
+        while True:
+            reference = getattr(self.controller, method).remote(*arguments)
+            try:
+                return ray.get(reference, timeout=max(0.1, deadline_s - clock.now()))
+            except ray.exceptions.ActorUnavailableError:
+                if clock.now() >= deadline_s:
+                    raise
+
+
+def launch(
+    config: ClusterConfig,
+    *,
+    ray_address: str | None = None,
+    on_progress: Progress = silent,
+    ray_temp_dir: str | None = None,
+    class_paths: Mapping[str, str] = CLASS_PATHS,
+) -> ClusterHandle:
+    """Starts a cluster and returns when it serves. `ray_address` None: a Ray of its own on this machine, unless this
+    process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
+    config = _checked(config)
+    owns_ray = _connect(config, ray_address, on_progress, ray_temp_dir)
+    plan = ClusterPlan(
+        config=config,
+        keys=ClusterKeys.generate(),
+        run_dir=new_run_dir(config.cluster),
+        seats=_seats(config, class_paths),
+    )
+    handle: ClusterHandle | None = None
+    try:
+        if find_process(config.cluster, CONTROLLER) is not None:
+            raise ConfigError("cluster", config.cluster, "a cluster of this name is running on this Ray")
+        controller = (
+            ray.remote(ControllerActor)
+            .options(
+                name=CONTROLLER,
+                namespace=config.cluster,
+                lifetime="detached",
+                max_restarts=-1,
+                num_cpus=0,
+                concurrency_groups=CONCURRENCY_GROUPS,
+            )
+            .remote(plan)
+        )
+        handle = ClusterHandle(plan, controller, owns_ray)
+        on_progress("starting the controller")
+        _wait_first_ready(handle, on_progress)
+    except BaseException:
+        if handle is not None:
+            with contextlib.suppress(LaunchError):
+                handle.shutdown()
+        elif owns_ray:
+            ray.shutdown()
+        raise
+    on_progress(f"ready: {handle.gateway_url}")
+    return handle
+
+
+def attach(cluster: str, ray_address: str) -> ClusterHandle:
+    """A handle on a cluster that runs on an existing Ray. Raises LaunchError when there is none of that name."""
+    env.prepare_ray()
+    if not ray.is_initialized():
+        ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
+    controller = find_process(cluster, CONTROLLER)
+    if controller is None:
+        raise LaunchError(f"no cluster named {cluster!r} runs on this Ray")
+    plan: ClusterPlan = ray.get(controller.plan.remote(), timeout=CALL_TIMEOUT_S)
+    return ClusterHandle(plan, controller, owns_ray=False)
+
+
+def _checked(config: ClusterConfig) -> ClusterConfig:
+    """Everything that can be known to fail is found here. Port 0 becomes a free one: successors must find it again."""
+    validate(config)
+    if config.model.model != FAKE_MODEL:
+        resolve_source(config.model.model)
+    gateway = config.gateway
+    try:
+        with socket.create_server((gateway.host, gateway.port)) as probe:
+            port = probe.getsockname()[1]
+    except OSError as error:
+        reason = f"cannot listen on {gateway.host}: {error.strerror or error}"
+        raise ConfigError("gateway.port", gateway.port, reason, "0 takes any free port") from error
+    return dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
+
+
+def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, temp_dir: str | None) -> bool:
+    """Connects to Ray, or starts one. True: it is ours to shut down."""
+    if ray.is_initialized():
+        return False
+    env.prepare_ray()
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": config.cluster}
+    if address is not None:
+        on_progress(f"connecting to Ray at {address}")
+        ray.init(address=address, **common)
+        return False
+    on_progress("starting Ray on this machine")
+    workers = config.prefill + config.decode
+    ray.init(
+        address="local",  # never one that happens to run here
+        num_cpus=max(workers, os.cpu_count() or 1),
+        num_gpus=0,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=temp_dir,
+        **common,
+    )
+    return True
+
+
+def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat, ...]:
+    """Workers first, so that the gateway opens its door to a cluster that is loading already."""
+    roles = ["prefill"] * config.prefill + ["decode"] * config.decode
+    cores = cores_for_workers(len(roles), config.pin_cores)
+    seats = []
+    for index, role in enumerate(roles):
+        number = roles[:index].count(role)
+        spec = SeatSpec(WorkerId(f"{role}-{number}"), role)
+        seats.append(Seat(spec=spec, class_path=class_paths[role], cores=cores[index], num_cpus=1))
+    gateway = SeatSpec(WorkerId("gateway-0"), "gateway")
+    return (*seats, Seat(spec=gateway, class_path=class_paths["gateway"], cores=(), num_cpus=0))
+
+
+def _wait_first_ready(handle: ClusterHandle, on_progress: Progress) -> None:
+    """Shows what each process says of its loading. The first one that fails fails the launch."""
+    shown: dict[WorkerId, int] = {}
+    status = handle.status(timeout_s=60.0)
+    seen_states: dict[WorkerId, str] = {}
+    while True:
+        for seat in status.seats:
+            if seat.restarts:
+                raise LaunchError(f"{seat.worker} could not start: {seat.detail}")
+            if seen_states.get(seat.worker) != seat.state:
+                seen_states[seat.worker] = seat.state
+                on_progress(f"{seat.worker}: {'ready' if seat.state == 'live' else seat.state}")
+            if seat.state == "starting":
+                _show_progress(handle, seat.worker, seat.incarnation, shown, on_progress)
+        if status.ready:
+            return
+        status = ray.get(
+            handle.controller.wait_status.remote(status.revision, PROGRESS_INTERVAL_S), timeout=CALL_TIMEOUT_S
+        )
+
+
+def _show_progress(
+    handle: ClusterHandle, worker: WorkerId, incarnation: int, shown: dict[WorkerId, int], on_progress: Progress
+) -> None:
+    actor = find_process(handle.plan.config.cluster, actor_name(worker, incarnation))
+    if actor is None:
+        return
+    try:
+        lines: list[str] = ray.get(actor.progress.remote(), timeout=1.0)
+    except (GetTimeoutError, RayActorError):
+        return  # still importing, or gone: the controller will tell
+    for line in lines[shown.get(worker, 0) :]:
+        on_progress(f"{worker}: {line}")
+    shown[worker] = len(lines)
+
+
+def _summary(status: ControllerStatus) -> str:
+    return ", ".join(f"{seat.worker} {seat.state} ({seat.detail})" for seat in status.seats if seat.state != "live")

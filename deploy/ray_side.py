@@ -1,0 +1,143 @@
+"""Everything the controller asks of Ray: create an actor, watch it, kill it and prove it dead, find the ones alive.
+
+Owns: the options actors are created with. Never: decides who must live or die (`controller_core`), or carries tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from baton.common.ids import WorkerId
+from baton.common.log import EventLog
+from baton.transfer.actor import CONCURRENCY_GROUPS, ProcessReport
+from baton.transfer.process import ProcessSpec, actor_name, parse_actor_name, reap, reap_all_except
+
+REAP_TIMEOUT_S = 2.0
+_log = EventLog("baton.ray")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProcess:
+    """A live actor that a restarted controller found."""
+
+    worker: WorkerId
+    incarnation: int
+    report: ProcessReport
+
+
+def load_class(path: str) -> type[object]:
+    """`"package.module:Class"` -> the class."""
+    module, _, name = path.partition(":")
+    found: type[object] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def create_process(spec: ProcessSpec, class_path: str, num_cpus: float) -> ActorHandle:
+    """A detached actor that Ray never restarts: its successor gets another incarnation, from the controller."""
+    options: dict[str, Any] = {
+        "name": spec.name,
+        "namespace": spec.config.cluster,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "num_cpus": num_cpus,
+        "concurrency_groups": CONCURRENCY_GROUPS,
+    }
+    return ray.remote(load_class(class_path)).options(**options).remote(spec)
+
+
+def watch_process(handle: ActorHandle, on_started: Callable[[str], None], on_dead: Callable[[], None]) -> None:
+    """Starts the process and calls back, on a thread of Ray's: `on_started("")` or with the reason why it could not,
+    and `on_dead` when Ray sees the actor die (which is not yet a proof)."""
+
+    def started(future: Any) -> None:
+        error = future.exception()
+        if error is None:
+            on_started("")
+        elif isinstance(error, RayTaskError):
+            on_started(str(error.cause))
+        # else the process died: `on_dead` tells
+
+    handle.start.remote().future().add_done_callback(started)
+    rewatch(handle, on_dead)
+
+
+def rewatch(handle: ActorHandle, on_dead: Callable[[], None]) -> None:
+    """As `watch_process`, for a process that was found running."""
+
+    def ended(future: Any) -> None:
+        error = future.exception()
+        if error is not None and not isinstance(error, RayTaskError):
+            on_dead()
+
+    handle.watch.remote(os.getpid()).future().add_done_callback(ended)
+
+
+def find_process(cluster: str, name: str) -> ActorHandle | None:
+    """None: no live actor of that name."""
+    try:
+        return ray.get_actor(name, namespace=cluster)
+    except ValueError:
+        return None
+
+
+def kill_and_prove(cluster: str, run_dir: str, worker: WorkerId, incarnation: int) -> bool:
+    """Kills the process of this name wherever it runs. True: proven gone. False: ask again later.
+
+    `ray.kill` alone is a request that a stopped process does not hear; SIGKILL on its own node is not. A node that Ray
+    has given up is not asked: its processes can reach pages of others only through sockets, and staged lanes need no
+    proof from the peer (KV_CONTRACT, quarantined); the pull lane exists within one host only.
+    """
+    name = actor_name(worker, incarnation)
+    handle = find_process(cluster, name)
+    if handle is not None:
+        ray.kill(handle, no_restart=True)
+    return _on_every_node(reap, run_dir, name, REAP_TIMEOUT_S)
+
+
+def reap_strangers(run_dir: str, keep: frozenset[str]) -> bool:
+    """Kills every process of this cluster whose name is not in `keep`. True: all proven gone."""
+    return _on_every_node(reap_all_except, run_dir, keep, REAP_TIMEOUT_S)
+
+
+def _on_every_node(function: Callable[..., bool], *arguments: object) -> bool:
+    own = ray.get_runtime_context().get_node_id()
+    done = function(*arguments)
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    remote = ray.remote(num_cpus=0, max_retries=0)(function)
+    refs = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*arguments)
+        for node in others
+    ]
+    try:
+        return all(ray.get(refs, timeout=10 * REAP_TIMEOUT_S)) and done
+    except RayError as error:
+        _log.warning("reap_failed", error=str(error)[:200])
+        return False
+
+
+def find_live_processes(cluster: str, timeout_s: float) -> list[FoundProcess]:
+    """Asks every live actor of the cluster who it is. Those that do not answer within `timeout_s` are left out."""
+    handles: dict[tuple[WorkerId, int], ActorHandle] = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        parsed = parse_actor_name(entry["name"]) if entry["namespace"] == cluster else None
+        handle = find_process(cluster, entry["name"]) if parsed is not None else None
+        if parsed is not None and handle is not None:
+            handles[parsed] = handle
+    refs = {handle.report.remote(): key for key, handle in handles.items()}
+    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    found = []
+    for ref in answered:
+        try:
+            found.append(FoundProcess(*refs[ref], report=ray.get(ref, timeout=timeout_s)))
+        except (RayActorError, GetTimeoutError):
+            continue  # died between the two calls
+    return found

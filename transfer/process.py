@@ -1,0 +1,146 @@
+"""What every process of a cluster is told when it is born, and how it can be proven dead later.
+
+Owns: `ProcessSpec`, the pid record of a process, and the proof that a process is gone. Never: Ray, sockets, KV.
+
+Why a record in a file: a stopped process answers nobody, so whoever must kill it cannot ask it for its pid, and Ray
+calls an actor dead when it has *asked* it to die. The record holds pid and start time, so that a recycled pid is not
+mistaken for the process. Records live on the node they speak of (`run_dir` is a node-local path).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import select
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.common.config import ClusterConfig
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.transfer.mesh import ClusterKeys
+
+_PR_SET_PDEATHSIG = 1
+_STAT_START_TIME = 19  # field 22 of /proc/pid/stat, counted after the name's closing parenthesis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One incarnation of one seat. `controller_address` is where it says Hello; it may change later (`rejoin`)."""
+
+    worker: WorkerId
+    role: str
+    incarnation: int
+    controller_address: str
+    keys: ClusterKeys | None
+    config: ClusterConfig
+    cores: tuple[int, ...]  # what the process pins itself to; empty: not pinned
+    run_dir: str
+
+    @property
+    def name(self) -> str:
+        """Of the Ray actor, of the pid record and in the logs."""
+        return actor_name(self.worker, self.incarnation)
+
+    def new_stamp(self) -> Stamp:
+        """Called once per process: the epoch is random."""
+        return Stamp(self.worker, self.incarnation, Epoch(secrets.randbits(62) + 1))
+
+
+def actor_name(worker: WorkerId, incarnation: int) -> str:
+    return f"{worker}@{incarnation}"
+
+
+def parse_actor_name(name: str) -> tuple[WorkerId, int] | None:
+    """None for names that are not ours."""
+    worker, at, incarnation = name.rpartition("@")
+    return (WorkerId(worker), int(incarnation)) if at and worker and incarnation.isdecimal() else None
+
+
+def new_run_dir(cluster: str) -> str:
+    """Node-local, private to this user and to one launch: two clusters of one name must not reap each other."""
+    return f"/tmp/baton-{os.getuid()}/{cluster}-{secrets.token_hex(4)}"
+
+
+def register_process(run_dir: str, name: str) -> None:
+    """The first thing a process does, before it opens any socket or touches any memory of others."""
+    directory = Path(run_dir)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    pid = os.getpid()
+    record = directory / f".{name}.{pid}"
+    record.write_text(f"{pid} {_start_time(pid)}")
+    record.replace(directory / name)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel for SIGKILL when the parent (Ray's node process) dies, so that nothing outlives a cluster."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def recorded_pid(run_dir: str, name: str) -> int | None:
+    """The process of that name on this node, or None: it is gone, or never was here."""
+    try:
+        pid_text, start_text = (Path(run_dir) / name).read_text().split()
+    except FileNotFoundError:
+        return None
+    pid = int(pid_text)
+    return pid if _start_time(pid) == int(start_text) else None
+
+
+def reap(run_dir: str, name: str, timeout_s: float) -> bool:
+    """Kills the recorded process with SIGKILL and waits until it is gone. True is proof for this node: no process of
+    that name lives here and none can come back. False: the kernel had not finished it in time (ask again)."""
+    pid = recorded_pid(run_dir, name)
+    if pid is not None:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            handle = -1
+        if handle >= 0 and not _kill_and_wait(handle, pid, run_dir, name, timeout_s):
+            return False
+    with contextlib.suppress(FileNotFoundError):
+        (Path(run_dir) / name).unlink()
+    return True
+
+
+def _kill_and_wait(handle: int, pid: int, run_dir: str, name: str, timeout_s: float) -> bool:
+    """A pidfd cannot come to mean another process, and becomes readable at the moment of its death."""
+    try:
+        if recorded_pid(run_dir, name) != pid:  # recycled before the handle was opened
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        return bool(poller.poll(round(timeout_s * 1000)))
+    finally:
+        os.close(handle)
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks after boot; None when there is no such process. A zombie still has one: `reap` asks its pidfd."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[_STAT_START_TIME])
+
+
+def pin_thread(cores: tuple[int, ...]) -> None:
+    """Pins the calling thread (and those it starts later) to these cores; no-op for none."""
+    if cores:
+        os.sched_setaffinity(threading.get_native_id(), cores)
+
+
+def reap_all_except(run_dir: str, keep: frozenset[str], timeout_s: float) -> bool:
+    """`reap` for every record on this node that is not in `keep`. True: all of them are proven gone."""
+    directory = Path(run_dir)
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    others = [name for name in names if not name.startswith(".") and name not in keep]
+    gone = [reap(run_dir, name, timeout_s) for name in others]  # all are tried, whatever becomes of the first
+    return all(gone)
