@@ -1,0 +1,123 @@
+"""Attention over paged KV for packed ragged batches: the interface and two implementations.
+
+`compiled` is our C++ kernel (csrc/paged_attention.cpp); `torch` is the plain reference that needs no compiler and says
+in a few lines what the kernel must compute. Both write K and V of the step's tokens into the pool first, then attend:
+query at position i of a row sees keys j <= i, and with a window W only those with j > i - W.
+Never: allocates pages, or knows which model calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from baton.common.engine.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What all layers of a step need to know of its rows. Tensors share memory with the batch."""
+
+    slots: torch.Tensor  # int64 [T]
+    q_offsets: torch.Tensor  # int32 [B + 1]
+    kv_lens: torch.Tensor  # int32 [B], after the step
+    page_offsets: torch.Tensor  # int32 [B + 1]
+    page_ids: torch.Tensor  # int32 [sum of pages]
+
+    @classmethod
+    def of(cls, batch: Batch) -> AttentionPlan:
+        return cls(
+            torch.from_numpy(batch.slots),
+            torch.from_numpy(batch.q_offsets),
+            torch.from_numpy(batch.kv_lens),
+            torch.from_numpy(batch.page_offsets),
+            torch.from_numpy(batch.page_ids),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer asks for besides its tensors. `window` 0 and `softcap` 0.0 mean none. `sinks` [query heads] are
+    logits that take part in the softmax without a value."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+class PagedAttention(Protocol):
+    """Writes K and V of T tokens into `pool[:, layer]`, then attends.
+
+    query [T, query heads, head_dim], key and value [T, kv heads, head_dim] (any strides with a dense last dimension),
+    all of the pool's dtype; returns [T, query heads, head_dim], dense. Query heads are a multiple of the kv heads.
+    """
+
+    name: str
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> torch.Tensor: ...
+
+
+class TorchPagedAttention:
+    """The reference: gathers a row's pages and calls plain torch operations, row by row."""
+
+    name = "torch"
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        page_size = pool.shape[4]
+        pages, offsets = plan.slots // page_size, plan.slots % page_size
+        pool[pages, layer, 0, :, offsets] = key
+        pool[pages, layer, 1, :, offsets] = value
+        out = torch.empty(query.shape, dtype=query.dtype)
+        q_offsets, page_offsets = plan.q_offsets.tolist(), plan.page_offsets.tolist()
+        for row, kv_len in enumerate(plan.kv_lens.tolist()):
+            span = slice(q_offsets[row], q_offsets[row + 1])
+            held = pool[plan.page_ids[page_offsets[row] : page_offsets[row + 1]].long(), layer]
+            keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # each [kv heads, kv_len, head_dim]
+            out[span] = _attend_row(query[span].transpose(0, 1), keys, values, params).transpose(0, 1)
+        return out
+
+
+def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    """query [query heads, q, head_dim] at the last q positions of keys and values [kv heads, kv_len, head_dim]."""
+    q_len, kv_len = query.shape[1], keys.shape[1]
+    position = torch.arange(kv_len - q_len, kv_len)[:, None]
+    visible = torch.arange(kv_len)[None, :] <= position
+    if params.window:
+        visible &= torch.arange(kv_len)[None, :] > position - params.window
+    if not params.softcap and params.sinks is None:
+        return F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=visible, scale=params.scale, enable_gqa=True
+        )[0]
+    groups = query.shape[0] // keys.shape[0]
+    scores = query.float() @ keys.float().repeat_interleave(groups, 0).transpose(1, 2) * params.scale
+    if params.softcap:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if params.sinks is not None:
+        sinks = params.sinks.float()[:, None, None].expand(-1, q_len, 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values.float().repeat_interleave(groups, 0)).to(query.dtype)
