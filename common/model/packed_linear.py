@@ -26,7 +26,7 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: nn.Module) -> int:
     """Replaces every plain linear layer of `model`. Returns how many. Does nothing where oneDNN is missing."""
-    if not torch._C.has_mkldnn:
+    if not torch._C._has_mkldnn:
         return 0
     replaced = 0
     for parent in list(model.modules()):
