@@ -1,8 +1,8 @@
 """What the session machines ask of the data plane, and what it answers. Plain values; no behaviour, no I/O.
 
-The machines (`sink.py`, `source.py`, driven by `baton.transfer.endpoint.Endpoint`) decide; the shell (`transfer/io.py`, or the
-simulator on virtual time) carries these effects out with its staging memory and transports, and reports events back
-through `Endpoint.on_data`. A shell may answer at once (within the same turn) or later; never twice.
+The machines (`sink.py`, `source.py`, driven by `baton.transfer.endpoint.Endpoint`) decide; the shell (`transfer/io.py`,
+or the simulator on virtual time) carries these effects out with its staging memory and transports, and reports events
+back through `Endpoint.on_data`. A shell may answer at once (within the same turn) or later; never twice.
 
 Rules for a shell:
 - Every effect but `CloseSink` is answered exactly once by one of the events named in its docstring, unless a fence for
@@ -12,7 +12,7 @@ Rules for a shell:
 - A fence always completes, and needs nobody else to: it is local.
 - Failing is a value (`SinkLaneFailed`, `SourceLaneFailed`), never an exception into the endpoint.
 
-Page ids travel as little-endian int32 bytes, as on the wire (`unpack_tokens` reads them): these values compare and hash.
+Page ids are little-endian int32 bytes, as on the wire (`unpack_tokens` reads them): these values compare and hash.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class EngineEvent:
 
 @dataclass(frozen=True, slots=True)
 class PrepareSink:
-    """Choose the lane to `peer`, reserve staging, register the destination pages (`StagingHandler.register_decode_req`).
-    Nothing has been offered yet. Region bytes will come under tags in [tag_base, tag_base + tag_count) and no others.
+    """Choose the lane to `peer`, reserve staging, register the destination pages
+    (`StagingHandler.register_decode_req`). Nothing has been offered yet. Region bytes will come under tags in
+    [tag_base, tag_base + tag_count) and no others.
 
-    Answer: `SinkPrepared` as soon as at least one slot is reserved (so perhaps later: requests wait in order of arrival),
+    Answer: `SinkPrepared` as soon as at least one slot is reserved (so perhaps later: they wait in order of arrival),
     or `SinkNotPrepared` when it cannot be done at all."""
 
     key: HandoffKey
@@ -130,7 +131,8 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class RegionDamaged:
-    """Size or digest of region `seq` was wrong; no page was touched; its slot is free for the second try."""
+    """Size or digest of region `seq` was wrong; no page but the region's own was touched; its slot is free for the
+    second try."""
 
     key: HandoffKey
     seq: int
@@ -175,8 +177,8 @@ class SendRegion:
 
 @dataclass(frozen=True, slots=True)
 class FenceSource:
-    """Nothing more will be sent of this hand-off (it may have ended well or badly): stop gathering and sending, give the
-    sending slots back (or quarantine them). Answer: `SourceFenced`. Comes exactly once per accepted key."""
+    """Nothing more will be sent of this hand-off (it may have ended well or badly): stop gathering and sending, give
+    the sending slots back (or quarantine them). Answer: `SourceFenced`. Comes exactly once per accepted key."""
 
     key: HandoffKey
 

@@ -1,0 +1,74 @@
+"""What the two session machines share: the verdict of a transition, their clockwork events, their settings.
+
+Owns no state. A transition is `(state, event, now, rules) -> Step`; it never waits, and does nothing but compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+StateT = TypeVar("StateT")
+EffectT = TypeVar("EffectT")
+
+
+class Verdict(StrEnum):
+    """What an event meant to a state. `IGNORED_*` leave the state as it is; they may answer the peer again."""
+
+    MOVE = "move"
+    IGNORED_STALE = "ignored_stale"  # about something that is over, or not ours to act on
+    IGNORED_DUPLICATE = "ignored_duplicate"  # heard before
+
+
+class ImpossibleTransition(AssertionError):
+    """An event of this process (a command, an answer of the data plane, a timer) that its own rules exclude: a bug.
+    Never raised by a peer's frame: whatever a peer sends is legal, stale, or a reason to end the hand-off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[StateT, EffectT]):
+    """The outcome of one transition: the next state and what to do, in order."""
+
+    state: StateT
+    verdict: Verdict
+    effects: tuple[EffectT, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRules:
+    """Settings of the machines; the same for all hand-offs of a process."""
+
+    page_size: int
+    resend_after_s: float
+
+
+def impossible(state: object, event: object) -> ImpossibleTransition:
+    return ImpossibleTransition(f"{type(event).__name__} in {type(state).__name__}: {event!r} in {state!r}")
+
+
+# --------------------------------------------------------------------------------------- clockwork and liveness
+
+
+@dataclass(frozen=True, slots=True)
+class ResendDue:
+    """What was sent last has not been answered for `resend_after_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The hand-off has run out of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSilent:
+    """Nothing was heard of the peer for `dead_after_s`: give up on it. It may still read: this is no proof."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDead:
+    """The peer's process is proven dead: it reads and sends nothing any more."""
+
+
+Clockwork = ResendDue | DeadlinePassed
+Liveness = PeerSilent | PeerDead
