@@ -274,6 +274,10 @@ def open_sink(order: SinkOrder, rules: SessionRules) -> SinkStep:
     return Step(Preparing(order), Verdict.MOVE, (prepare,))
 
 
+def sink_peer(state: SinkState) -> Stamp:
+    return state.order.peer
+
+
 def sink_timer(state: SinkState) -> float | None:
     """When `sink_clockwork` has something to say, on the local clock. Draining waits for a local fence, which always
     completes; the terminal states end with their place in the endpoint's table."""
@@ -426,7 +430,8 @@ def _draining(state: Draining, event: SinkInput, now: float, rules: SessionRules
                 raise impossible(state, event)
             return Step(replace(state, arrivals=state.arrivals.with_landed(event, region.chunk)), Verdict.MOVE)
         case PeerSilent():
-            return Step(replace(state, peer_lost=True), Verdict.MOVE)
+            verdict = Verdict.IGNORED_DUPLICATE if state.peer_lost else Verdict.MOVE
+            return Step(replace(state, peer_lost=True), verdict)
         case PeerDead():
             return Step(replace(state, peer_lost=True, offered=False), Verdict.MOVE)
         case AbortSink():

@@ -246,6 +246,10 @@ def accept_offer(terms: SourceTerms, credit: int, received: OfferReceived) -> So
     return Step(Accepted(terms, credit), Verdict.MOVE, (accept, EngineEvent(received)))
 
 
+def source_peer(state: SourceState) -> Stamp:
+    return state.peer if isinstance(state, Closed | Refused) else state.terms.peer
+
+
 def source_timer(state: SourceState) -> float | None:
     """When `source_clockwork` has something to say, on the local clock. The fenced states wait for a local fence, which
     always completes; Quarantined re-sends and waits for proof; the terminal ones end with their place in the table."""
