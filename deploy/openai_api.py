@@ -119,7 +119,7 @@ class CompletionRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw
         raise refusal("prompt", "a list holds texts, or token ids, or lists of token ids: not a mixture")
 
 
-RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+RequestT = TypeVar("RequestT", bound=ChatRequest | CompletionRequest)
 
 # Parameters of the OpenAI API that Baton does not have, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -1,0 +1,80 @@
+"""What a gateway counts, in Prometheus's terms. Owns its own registry: two gateways in one process do not mix.
+
+A prompt token is counted once, by where its KV came from: computed on the decode worker, found in its prefix cache, or
+handed over. The three add up to the prompt (`double_counted_metrics` in the failure list).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from baton.common.messages import Timeline
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_TOTAL_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class GatewayMetrics:
+    """Counters and histograms of one gateway. Used from its loop's thread."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._ended = Counter(
+            "baton_requests", "Requests that ended, by outcome: stop, length, or an error code.", ["outcome"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._http = Counter(
+            "baton_http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
+        )
+        self._tokens = Counter("baton_output_tokens", "Output tokens received.", registry=self._registry)
+        self._prompt = Counter(
+            "baton_prompt_tokens", "Prompt tokens, by the origin of their KV: local, cached, transferred.", ["source"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._bytes = Counter(
+            "baton_transfer_bytes", "KV bytes handed over, by lane.", ["lane"], registry=self._registry
+        )
+        self._ttft = Histogram(
+            "baton_time_to_first_token_seconds", "Arrival until the first token.", buckets=_TTFT_BUCKETS_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._itl = Histogram(
+            "baton_inter_token_latency_seconds", "Between two outputs of one request.", buckets=_ITL_BUCKETS_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._total = Histogram(
+            "baton_request_seconds", "Arrival until the end, of answered requests.", buckets=_TOTAL_BUCKETS_S,
+            registry=self._registry,
+        )  # fmt: skip
+        self._inflight = Gauge("baton_requests_in_flight", "Admitted and not ended.", registry=self._registry)
+        self._workers = Gauge(
+            "baton_workers", "Workers in the membership, by role and whether they answer.", ["role", "state"],
+            registry=self._registry,
+        )  # fmt: skip
+
+    def tokens(self, count: int, since_last_s: float, *, first: bool) -> None:
+        self._tokens.inc(count)
+        (self._ttft if first else self._itl).observe(since_last_s)
+
+    def ended(self, outcome: str) -> None:
+        self._ended.labels(outcome).inc()
+
+    def finished(self, timeline: Timeline, total_s: float) -> None:
+        self._total.observe(total_s)
+        self._prompt.labels("local").inc(timeline.local_tokens)
+        self._prompt.labels("cached").inc(timeline.cached_tokens)
+        self._prompt.labels("transferred").inc(timeline.transferred_tokens)
+        if timeline.lane:
+            self._bytes.labels(timeline.lane).inc(timeline.transfer_bytes)
+
+    def http(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def page(self, in_flight: int, workers: dict[tuple[str, str], int]) -> bytes:
+        """The exposition text. `workers`: (role, "live" | "silent") -> count."""
+        self._inflight.set(in_flight)
+        self._workers.clear()
+        for (role, state), count in workers.items():
+            self._workers.labels(role, state).set(count)
+        return generate_latest(self._registry)

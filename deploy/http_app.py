@@ -1,0 +1,210 @@
+"""HTTP in front of a `Gateway`: the OpenAI-compatible endpoints, health, metrics, status.
+
+Owns: routes, status codes and headers, the size limit of bodies, and noticing that a client is gone. Never: knows the
+cluster; a request's id, worker and addresses are never taken from a client.
+
+An answer's first event is awaited before its status line is sent, so that whatever goes wrong until then is a real
+HTTP status. What goes wrong later is an `error` event in the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.log import EventLog
+from baton.deploy.gateway import Gateway, new_request_id
+from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
+from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
+from baton.deploy.openai_replies import (
+    ErrorDetail,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    encode,
+    http_error,
+)
+
+CLIENT_CLOSED_REQUEST = 499
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+_log = EventLog("baton.http")
+ResultT = TypeVar("ResultT")
+
+
+class _BodyTooBig(Exception):
+    pass
+
+
+class _ClientGone(Exception):
+    pass
+
+
+class HttpApi:
+    """The routes of one gateway."""
+
+    def __init__(self, gateway: Gateway, max_body_bytes: int, request_timeout_s: float) -> None:
+        self._gateway = gateway
+        self._max_body_bytes = max_body_bytes
+        self._request_timeout_s = request_timeout_s
+        self._created = int(time.time())  # a date for clients, not a clock
+
+    def app(self) -> FastAPI:
+        app = FastAPI(title="Baton", version=self._gateway.version, docs_url=None, redoc_url=None, openapi_url=None)
+        for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
+            app.add_api_route(path, self._generation(path, kind), methods=["POST"])
+        for path, handler in {
+            "/v1/models": self.models,
+            "/live": self.live,
+            "/ready": self.ready,
+            "/health": self.health,
+            "/metrics": self.metrics,
+            "/version": self.version,
+            "/status": self.status,
+        }.items():
+            app.add_api_route(path, handler, methods=["GET"])
+        app.add_exception_handler(HTTPException, self.not_found)
+        app.add_exception_handler(Exception, self.internal_error)
+        return app
+
+    # ------------------------------------------------------------------------------------------- answers
+
+    def _generation(
+        self, path: str, kind: type[ChatRequest] | type[CompletionRequest]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            request_id = new_request_id()
+            try:
+                body = await self._read_body(request)
+                response = await _unless_gone(request, self._answer(kind, body, request_id))
+            except RequestError as error:
+                response = _error_response(error)
+            except _BodyTooBig:
+                response = _json(self._too_big(), 413)
+            except _ClientGone:
+                response = Response(status_code=CLIENT_CLOSED_REQUEST)
+            response.headers["X-Request-Id"] = request_id
+            self._gateway.metrics.http(path, response.status_code)
+            return response
+
+        return handle
+
+    async def _answer(
+        self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str
+    ) -> Response:
+        request = parse_request(kind, body)
+        answering = await prepare(self._gateway, request, request_id, self._request_timeout_s)
+        if not request.stream:
+            reply, timing = await answer_json(answering)
+            return _json(reply, 200, {"Server-Timing": timing})
+        return await _streaming(answering)
+
+    async def _read_body(self, request: Request) -> bytes:
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._max_body_bytes:
+            raise _BodyTooBig
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body_bytes:
+                raise _BodyTooBig
+        return bytes(body)
+
+    def _too_big(self) -> ErrorReply:
+        message = f"the body is larger than {self._max_body_bytes} bytes (gateway.max_body_bytes)"
+        return ErrorReply(
+            error=ErrorDetail(
+                message=message, type="invalid_request_error", param=None, code=str(ErrorCode.INVALID_REQUEST)
+            )
+        )
+
+    # -------------------------------------------------------------------------------------------- others
+
+    async def models(self) -> Response:
+        model = self._gateway.model
+        card = ModelCard(id=model.name, created=self._created, max_model_len=model.max_model_len)
+        return _json(ModelList(data=[card]))
+
+    async def live(self) -> Response:
+        """This process turns its loop."""
+        return _json({"live": True})
+
+    async def ready(self) -> Response:
+        """Requests can be answered: a decode worker is there and is heard."""
+        ready, reason = self._gateway.readiness()
+        return _json({"ready": ready, "reason": reason}, 200 if ready else 503)
+
+    async def health(self) -> Response:
+        """Ready, and no worker's engine is stuck in a step: what a load balancer should look at."""
+        healthy, reason = self._gateway.health()
+        return _json({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
+
+    async def metrics(self) -> Response:
+        return Response(self._gateway.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self) -> Response:
+        return _json({"version": self._gateway.version, "model": self._gateway.model.name})
+
+    async def status(self) -> Response:
+        return _json(await self._gateway.status())
+
+    async def not_found(self, request: Request, error: Exception) -> Response:
+        """Unknown paths and methods, in the API's own error shape."""
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        detail = ErrorDetail(message=message, type="invalid_request_error", param=None, code="not_found")
+        return _json(ErrorReply(error=detail), error.status_code)
+
+    async def internal_error(self, request: Request, error: Exception) -> Response:
+        """A bug in the gateway. The client gets a clear answer; the traceback goes to the log."""
+        _log.error("request_failed", path=request.url.path, error=repr(error)[:500])
+        return _error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
+
+
+async def _streaming(answering: Answering) -> Response:
+    events = answer_stream(answering)
+    first = await anext(events)
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):  # a client that goes away cancels its request here
+            yield first
+            async for event in events:
+                yield event
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of `work`, which is cancelled when the client hangs up first (then: _ClientGone)."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise _ClientGone
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _json(reply: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(reply), status, headers, "application/json")
+
+
+def _error_response(error: RequestError) -> Response:
+    http = http_error(error)
+    return _json(http.reply, http.status, http.headers)

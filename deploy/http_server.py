@@ -1,0 +1,96 @@
+"""A thread with an asyncio loop on which one gateway and its HTTP server live.
+
+Owns: the listening socket, the thread, start and stop. Never: knows Ray or the cluster; whoever makes the gateway
+connects it. Usable as it is in a test or in a process of one's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvicorn
+
+from baton.common.config import GatewayConfig
+from baton.common.errors import ConfigError
+from baton.deploy.gateway import Gateway
+from baton.deploy.http_app import HttpApi
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 30
+CLOSE_TIMEOUT_S = 2
+
+ResultT = TypeVar("ResultT")
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Raises ConfigError when nothing can listen there. Port 0 takes any free one."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG, family=_family(host))
+    except OSError as error:
+        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError("gateway.port", port, reason, "0 takes any free port") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class GatewayServer:
+    """`make_gateway` is called on the new loop; requests are served from then on until `stop`."""
+
+    def __init__(self, listener: socket.socket, config: GatewayConfig, make_gateway: Callable[[], Gateway]) -> None:
+        self._listener = listener
+        self._config = config
+        self._make_gateway = make_gateway
+        self._started: Future[Gateway] = Future()
+        self._server: uvicorn.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def start(self, timeout_s: float = 30.0) -> Gateway:
+        """Returns when requests are served."""
+        self._thread.start()
+        return self._started.result(timeout_s)
+
+    def call(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+        """From another thread: runs `work` on the gateway's loop."""
+        assert self._loop is not None, "not started"
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Closes the door and every connection."""
+        if self._server is not None:
+            self._server.should_exit = True
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        gateway = self._make_gateway()
+        api = HttpApi(gateway, self._config.max_body_bytes, self._config.request_timeout_s)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                api.app(),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+                server_header=False,
+            )
+        )
+        # The socket listens already: connections wait in its backlog until the server takes them.
+        self._loop.call_soon(self._started.set_result, gateway)
+        await self._server.serve(sockets=[self._listener])

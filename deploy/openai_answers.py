@@ -1,0 +1,324 @@
+"""From a parsed request to an answer in OpenAI's shapes, whole or streamed.
+
+Owns: the way of one HTTP request through the gateway: check the model, tokenize, one request per prompt, and the
+assembly of choices, logprobs, usage and the `baton` extension. Never: HTTP headers or status codes (`http_app.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from msgspec import UNSET, UnsetType
+
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.ids import RequestId
+from baton.common.messages import SamplingParams, TokenLogprob
+from baton.deploy.gateway import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
+from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for
+from baton.deploy.openai_replies import (
+    SSE_DONE,
+    AnswerMessage,
+    BatonExtension,
+    ChatChoice,
+    ChatChunkChoice,
+    Completion,
+    CompletionChoice,
+    Delta,
+    NamedLogprob,
+    Usage,
+    chat_logprobs,
+    completion_logprobs,
+    http_error,
+    logprob_entry,
+    server_timing,
+    sse_event,
+    usage_of,
+)
+from baton.deploy.tokenizer import Tokenizer
+
+TOKENIZE_ASIDE_CHARS = 4096  # longer texts are tokenized on another thread: the loop has streams to serve
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    request_id: RequestId
+    tokens: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """A request that was found good, ready to be answered."""
+
+    gateway: Gateway
+    request: ChatRequest | CompletionRequest
+    request_id: str
+    timeout_s: float
+    prompts: tuple[_Prompt, ...]
+    created: int
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    def events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
+        prompt = self.prompts[index]
+        return self.gateway.answer(
+            prompt.request_id, prompt.tokens, prompt.sampling, self.request.stops, self.timeout_s
+        )
+
+
+async def prepare(
+    gateway: Gateway, request: ChatRequest | CompletionRequest, request_id: str, max_timeout_s: float
+) -> Answering:
+    """Everything that can be refused before a worker is asked. Raises RequestError."""
+    model = gateway.model
+    if request.model != model.name:
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; {model.name!r} is", "model"
+        )
+    token_lists = await _tokenize(model.tokenizer, request)
+    prompts = []
+    for index, tokens in enumerate(token_lists):
+        if any(token >= model.vocab_size for token in tokens):
+            raise refusal("prompt", f"a token id is not in the vocabulary of {model.vocab_size} tokens")
+        sampling = sampling_for(
+            request,
+            prompt_tokens=len(tokens),
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            drawn_seed=secrets.randbits(63),
+        )
+        own_id = request_id if len(token_lists) == 1 else f"{request_id}-{index}"
+        prompts.append(_Prompt(RequestId(own_id), tokens, sampling))
+    timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
+    return Answering(gateway, request, request_id, timeout_s, tuple(prompts), int(time.time()))
+
+
+async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
+    if isinstance(request, ChatRequest):
+        messages = [message.as_template_input() for message in request.messages]
+        if sum(len(message["content"]) for message in messages) > TOKENIZE_ASIDE_CHARS:
+            return [await asyncio.to_thread(tokenizer.encode_chat, messages)]
+        return [tokenizer.encode_chat(messages)]
+    token_lists = []
+    for prompt in request.prompts():
+        if isinstance(prompt, list):
+            token_lists.append(prompt)
+        elif len(prompt) > TOKENIZE_ASIDE_CHARS:
+            token_lists.append(await asyncio.to_thread(tokenizer.encode, prompt))
+        else:
+            token_lists.append(tokenizer.encode(prompt))
+    return token_lists
+
+
+# -------------------------------------------------------------------------------------------- whole answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    text: str
+    logprobs: list[NamedLogprob]
+    end: AnswerEnd
+
+
+async def answer_json(answering: Answering) -> tuple[Completion, str]:
+    """(the response, its Server-Timing header). The first prompt that fails fails the request and ends the others."""
+    tasks = [asyncio.create_task(_collect(answering, index)) for index in range(len(answering.prompts))]
+    try:
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    extensions = [_extension(answering, index, whole.end) for index, whole in enumerate(answers)]
+    reply = Completion(
+        id=_answer_id(answering),
+        object="chat.completion" if answering.is_chat else "text_completion",
+        created=answering.created,
+        model=answering.gateway.model.name,
+        choices=_choices(answering, answers),
+        usage=_usage([whole.end for whole in answers]),
+        baton=extensions[0] if len(extensions) == 1 else extensions,
+    )
+    return reply, server_timing(max(extensions, key=lambda extension: extension.total_s))
+
+
+async def _collect(answering: Answering, index: int) -> _Whole:
+    parts: list[str] = []
+    logprobs: list[NamedLogprob] = []
+    async with aclosing(answering.events(index)) as events:
+        async for event in events:
+            if isinstance(event, AnswerEnd):
+                return _Whole("".join(parts), logprobs, event)
+            parts.append(event.text)
+            logprobs += _named_logprobs(answering, event)
+    raise AssertionError("an answer ends with AnswerEnd or RequestError")
+
+
+def _choices(answering: Answering, answers: list[_Whole]) -> list[ChatChoice] | list[CompletionChoice]:
+    wanted = answering.request.wanted_logprobs >= 0
+    if answering.is_chat:
+        return [
+            ChatChoice(
+                index=index,
+                message=AnswerMessage(content=whole.text),
+                finish_reason=whole.end.finish_reason,
+                logprobs=chat_logprobs(whole.logprobs) if wanted else None,
+            )
+            for index, whole in enumerate(answers)
+        ]
+    return [
+        CompletionChoice(
+            index=index,
+            text=whole.text,
+            finish_reason=whole.end.finish_reason,
+            logprobs=completion_logprobs(whole.logprobs, 0) if wanted else None,
+        )
+        for index, whole in enumerate(answers)
+    ]
+
+
+# ----------------------------------------------------------------------------------------- streamed answers
+
+
+async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
+    """Server-sent events. Raises RequestError before the first one; afterwards a failure is an event."""
+    ends: list[AnswerEnd] = []
+    offsets = [0] * len(answering.prompts)  # characters of each answer so far
+    begun = False
+    try:
+        async with aclosing(_merged(answering)) as events:
+            async for index, event in events:
+                if not begun and answering.is_chat:
+                    yield _chunk(answering, [ChatChunkChoice(index=0, delta=Delta(role="assistant", content=""))])
+                begun = True
+                if isinstance(event, AnswerEnd):
+                    ends.append(event)
+                    yield _last_chunk(answering, index, event)
+                elif event.text or event.logprobs:
+                    yield _delta_chunk(answering, index, event, offsets[index])
+                    offsets[index] += len(event.text)
+    except RequestError as error:
+        if not begun:
+            raise
+        yield sse_event(http_error(error).reply)
+        yield SSE_DONE
+        return
+    if answering.request.include_usage:
+        yield _chunk(answering, [], _usage(ends))
+    yield SSE_DONE
+
+
+async def _merged(answering: Answering) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
+    """The events of all prompts, as they come. Raises the first RequestError of any; closing it ends all."""
+    if len(answering.prompts) == 1:
+        async with aclosing(answering.events(0)) as events:
+            async for event in events:
+                yield 0, event
+        return
+    merged: asyncio.Queue[tuple[int, AnswerEvent | RequestError]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(answering, index, merged)) for index in range(len(answering.prompts))]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await merged.get()
+            if isinstance(item, RequestError):
+                raise item
+            left -= isinstance(item, AnswerEnd)
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    answering: Answering, index: int, merged: asyncio.Queue[tuple[int, AnswerEvent | RequestError]]
+) -> None:
+    try:
+        async with aclosing(answering.events(index)) as events:
+            async for event in events:
+                merged.put_nowait((index, event))
+    except RequestError as error:
+        merged.put_nowait((index, error))
+
+
+def _chunk(
+    answering: Answering,
+    choices: list[ChatChunkChoice] | list[CompletionChoice],
+    usage: Usage | None = None,
+    extension: BatonExtension | UnsetType = UNSET,
+) -> bytes:
+    """With `include_usage` every chunk has `usage`: null but in the last. Without, none has."""
+    chunk = Completion(
+        id=_answer_id(answering),
+        object="chat.completion.chunk" if answering.is_chat else "text_completion",
+        created=answering.created,
+        model=answering.gateway.model.name,
+        choices=choices,
+        usage=usage if answering.request.include_usage else UNSET,
+        baton=extension,
+    )
+    return sse_event(chunk)
+
+
+def _delta_chunk(answering: Answering, index: int, event: AnswerDelta, offset: int) -> bytes:
+    named = _named_logprobs(answering, event)
+    if answering.is_chat:
+        logprobs = chat_logprobs(named) if named else None
+        return _chunk(answering, [ChatChunkChoice(index=index, delta=Delta(content=event.text), logprobs=logprobs)])
+    text_logprobs = completion_logprobs(named, offset) if named else None
+    return _chunk(answering, [CompletionChoice(index=index, text=event.text, logprobs=text_logprobs)])
+
+
+def _last_chunk(answering: Answering, index: int, end: AnswerEnd) -> bytes:
+    """The chunk with the finish reason carries the `baton` extension."""
+    extension = _extension(answering, index, end)
+    if answering.is_chat:
+        last = ChatChunkChoice(index=index, delta=Delta(), finish_reason=end.finish_reason)
+        return _chunk(answering, [last], extension=extension)
+    choice = CompletionChoice(index=index, text="", finish_reason=end.finish_reason)
+    return _chunk(answering, [choice], extension=extension)
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def _answer_id(answering: Answering) -> str:
+    return f"{'chatcmpl' if answering.is_chat else 'cmpl'}-{answering.request_id}"
+
+
+def _usage(ends: list[AnswerEnd]) -> Usage:
+    return usage_of(
+        sum(end.prompt_tokens for end in ends),
+        sum(end.completion_tokens for end in ends),
+        [end.timeline for end in ends],
+    )
+
+
+def _extension(answering: Answering, index: int, end: AnswerEnd) -> BatonExtension:
+    return BatonExtension(
+        request_id=answering.prompts[index].request_id,
+        ttft_s=end.ttft_s,
+        total_s=end.total_s,
+        placements=end.placements,
+        timeline=end.timeline,
+    )
+
+
+def _named_logprobs(answering: Answering, event: AnswerDelta) -> list[NamedLogprob]:
+    tokenizer = answering.gateway.model.tokenizer
+    return [_named(tokenizer, token, logprob) for token, logprob in zip(event.tokens, event.logprobs, strict=False)]
+
+
+def _named(tokenizer: Tokenizer, token: int, logprob: TokenLogprob) -> NamedLogprob:
+    return NamedLogprob(
+        logprob_entry(tokenizer.token_text(token), logprob.logprob),
+        tuple(logprob_entry(tokenizer.token_text(top), value) for top, value in logprob.top),
+    )

@@ -1,0 +1,131 @@
+"""Text to tokens and back, and what the gateway must know of the model it serves.
+
+Owns: `Tokenizer` and its two kinds: a model's own, and the bytes of the fake model. Never: holds weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast, final
+
+from baton.common.config import ClusterConfig
+from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
+from baton.common.errors import ErrorCode, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FAKE_MODEL = "fake"
+FAKE_MAX_POSITIONS = 8192
+FAKE_BYTES_PER_TOKEN = 16
+_BYTES = 256
+_FAKE_END = FAKE_VOCAB_SIZE - 1
+
+
+class Tokenizer(Protocol):
+    """What the gateway asks of a tokenizer. `decode` leaves special tokens out; `token_text` shows them."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+@final
+class ByteTokenizer:
+    """Of the fake model: every UTF-8 byte is a token; then come a begin and an end token."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join([*lines, "assistant: "]))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token < _BYTES).decode("utf-8", errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id]) if token_id < _BYTES else ("<begin>", "<end>")[token_id - _BYTES]
+
+
+@final
+class ModelTokenizer:
+    """A model's own tokenizer, through `transformers`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """With the tokens that the model wants around a bare text. An empty text is no tokens."""
+        return cast(list[int], self._tokenizer.encode(text)) if text else []
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Raises RequestError when the model has no chat template, or when its template refuses the conversation."""
+        from jinja2 import TemplateError
+
+        if self._tokenizer.chat_template is None:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, "this model has no chat template: use /v1/completions", "messages"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"the chat template refuses this: {error}", "messages"
+            ) from error
+        return cast(list[int], self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return cast(
+            str,
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        )
+
+    def token_text(self, token_id: int) -> str:
+        return cast(
+            str, self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModelInfo:
+    """The fake model's facts (`ModelFacts`)."""
+
+    name: str = FAKE_MODEL
+    architecture: str = FAKE_MODEL
+    max_positions: int = FAKE_MAX_POSITIONS
+    vocab_size: int = FAKE_VOCAB_SIZE
+    eos_token_ids: tuple[int, ...] = (_FAKE_END,)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return FAKE_BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a gateway serves."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+
+
+def load_served_model(config: ClusterConfig) -> ServedModel:
+    """Tokenizer and facts of the configured model, whose `max_model_len` is resolved. Raises ConfigError."""
+    max_model_len = config.model.max_model_len
+    assert max_model_len is not None, "resolve() decides max_model_len"
+    if config.model.model == FAKE_MODEL:
+        fake = FakeModelInfo()
+        return ServedModel(fake.name, max_model_len, fake.vocab_size, fake.eos_token_ids, ByteTokenizer())
+    from baton.common.model.loading import load_tokenizer, model_info  # heavy, and not needed for the fake model
+
+    info = model_info(config.model.model)
+    tokenizer = ModelTokenizer(load_tokenizer(config.model.model))
+    return ServedModel(info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer)
