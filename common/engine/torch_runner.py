@@ -72,7 +72,7 @@ class TorchRunner:
         """`num_pages` counts the null page. Prefer `TorchRunner.load`."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self.attention = choose_attention(attention, progress)
+        self.attention = choose_attention(attention, info.head_dim, progress)
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
