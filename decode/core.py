@@ -1,0 +1,623 @@
+"""The brain of a decode worker: owns each request from Submit to its acknowledged last message.
+
+Owns: the queue, who runs, every KV record of this worker, and the decision where missing KV comes from (a prefill
+worker, or here). Never: talks to a socket, writes a page, or frees one that a hand-off or the running step may touch.
+
+Invariants:
+D1. Each accepted Submit gets exactly one last Output, at the latest at its deadline; it is repeated until acknowledged.
+D2. A record is in one of three hands: the request's, its hand-off's (Incoming, Stopping), or the running step's
+    (Leaving). It is released only when it is back in the request's.
+D3. Admission promises all pages that a request needs to start, before anything is transferred or computed for it.
+D4. A step that does not fit pushes back the request that is cheapest to bring back; one always goes on.
+D5. Every output token follows from (prompt, earlier outputs, sampling) alone, so a retracted or migrated request
+    continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import assert_never
+
+import numpy as np
+
+from baton.common.config import DecodeConfig, TransferConfig
+from baton.common.deadlines import Deadlines
+from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
+from baton.common.engine.policy import affinity_key, chunk_end, finish_reason, rendezvous_order
+from baton.common.errors import ErrorCode
+from baton.common.ids import HandoffId, HandoffKey, Stamp, WorkerId
+from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.pool import KvPool, RefusalReason, Refused
+from baton.common.messages import (
+    CancelRequest,
+    Failure,
+    FinishAck,
+    Load,
+    Member,
+    Output,
+    Resume,
+    Submit,
+    TokenLogprob,
+    pack_tokens,
+    unpack_tokens,
+)
+from baton.common.units import page_floor, pages_for_tokens
+from baton.decode.admission import BACKFILL_WINDOW, ActiveRequest, Admission, Admitted, Candidate
+from baton.decode.outbox import NOT_HERE, Outbox
+from baton.decode.request import (
+    DecodeRequest,
+    Done,
+    Incoming,
+    Leaving,
+    Prefilling,
+    Queued,
+    RequestKey,
+    Running,
+    State,
+    Stopping,
+    Times,
+)
+from baton.decode.retract import choose_victim
+from baton.transfer.api import AbortSink, OpenSink, SinkCommand, SinkCommitted, SinkFailed
+
+_RUNNING = Running()
+_LEAVING = Leaving()
+
+
+class DecodeCore:
+    """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs."""
+
+    def __init__(
+        self, stamp: Stamp, pool: KvPool, config: DecodeConfig, transfer: TransferConfig, max_context_len: int
+    ) -> None:
+        assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
+        self.pool = pool
+        self._stamp = stamp
+        self._config = config
+        self._transfer = transfer
+        self._max_context_len = max_context_len
+        self._admission = Admission(pool, config.num_reserved_decode_tokens)
+        self._outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
+        self._requests: dict[RequestKey, DecodeRequest] = {}
+        self._by_handoff: dict[HandoffKey, DecodeRequest] = {}
+        self._queue: list[DecodeRequest] = []  # retracted ones first, then by arrival
+        self._prefilling: list[DecodeRequest] = []
+        self._running: list[DecodeRequest] = []  # oldest first
+        self._step_rows: list[DecodeRequest] = []  # of the launched step: decode rows, in batch order ...
+        self._step_chunks: list[tuple[DecodeRequest, int]] = []  # ... then chunks, with their KV length after it
+        self._deadlines: Deadlines[RequestKey] = Deadlines()
+        self._commands: list[SinkCommand] = []
+        self._members: dict[WorkerId, Member] = {}
+        self._silent: frozenset[WorkerId] = frozenset()
+        self._gone: dict[WorkerId, int] = {}  # highest incarnation of a seat that is proven dead
+        self._view_version = 0
+        self._numbers = 0
+        self._handoffs = 0
+        self._steps = 0
+        self._draining = False
+        self._may_fit = False  # something changed since the last admission was refused
+        self.retractions = 0
+        self.stray_messages = 0
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def handle(self, event: object, now: float) -> list[object]:
+        match event:
+            case FromPeer(sender, body):
+                match body:
+                    case Submit():
+                        self._on_submit(sender, body, now)
+                    case CancelRequest():
+                        self._on_cancel(sender, (body.request_id, body.placement), now)
+                    case Resume():
+                        self._on_resume(sender, body)
+                    case FinishAck():
+                        self._outbox.acknowledge((body.request_id, body.placement), now)
+                    case _:
+                        self.stray_messages += 1
+            case SinkCommitted():
+                self._on_committed(event, now)
+            case SinkFailed():
+                self._on_sink_failed(event, now)
+            case MembershipView():
+                self._on_view(event, now)
+            case Drain():
+                self._draining = True
+            case _:
+                raise TypeError(f"a decode core cannot handle {event!r}")
+        self._admit(now)
+        return self._take_out()
+
+    def on_timer(self, now: float) -> list[object]:
+        for key in self._deadlines.pop_due(now):
+            reason = "no complete answer within the request's time"
+            self._fail(self._requests[key], ErrorCode.DEADLINE_EXCEEDED, reason, now)
+        self._outbox.on_timer(now)
+        self._admit(now)
+        return self._take_out()
+
+    def next_deadline(self) -> float | None:
+        if self._outbox.waiting or self._commands:
+            return 0.0
+        due = (self._deadlines.next_s(), self._outbox.next_deadline())
+        return min((at_s for at_s in due if at_s is not None), default=None)
+
+    def _take_out(self) -> list[object]:
+        commands, self._commands = self._commands, []
+        return [*commands, *self._outbox.take()]
+
+    # ------------------------------------------------------------------------------------ from gateways
+
+    def _on_submit(self, sender: Stamp, message: Submit, now: float) -> None:
+        key = (message.request_id, message.placement)
+        known = self._requests.get(key)
+        if known is not None:
+            if known.gateway == sender:
+                self._outbox.submitted(known)
+            return
+        if sender.incarnation <= self._gone.get(sender.worker, 0):
+            return  # the last words of a dead gateway
+        refusal = NOT_HERE if self._outbox.is_buried(key, now) else self._refusal(message)
+        if refusal is not None:
+            self._outbox.refuse(sender, key, refusal)
+            return
+        for older in [one for one in self._requests.values() if one.key[0] == key[0] and one.final is None]:
+            self._fail(older, ErrorCode.CANCELLED, "a later placement has come", now)
+        outputs = unpack_tokens(message.outputs).tolist()
+        self._numbers += 1
+        request = DecodeRequest(
+            number=self._numbers,
+            key=key,
+            gateway=sender,
+            prompt=unpack_tokens(message.prompt),
+            outputs=outputs,
+            sampling=message.sampling,
+            deadline_s=now + message.ttl_s,
+            preferred=message.prefill_worker,
+            state=Queued(now),
+            times=Times(now),
+            stop_ids=frozenset(message.sampling.stop_token_ids),
+            limit=min(message.sampling.max_tokens, self._max_context_len - len(message.prompt) // 4),
+            inherited=len(outputs),
+        )
+        self._requests[key] = request
+        self._deadlines.set(key, request.deadline_s)
+        self._outbox.submitted(request)
+        reason = self._finish_reason(request)
+        if reason:
+            self._finish(request, reason, now)  # its earlier worker died between the last token and saying so
+        else:
+            self._queue.append(request)
+            self._may_fit = True
+
+    def _refusal(self, message: Submit) -> Failure | None:
+        prompt = len(message.prompt) // 4
+        if self._draining:
+            return Failure(code=ErrorCode.DRAINING, reason="this worker is shutting down")
+        if prompt == 0:
+            return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
+        if prompt >= self._max_context_len or pages_for_tokens(prompt, self.pool.page_size) > self.pool.total_pages:
+            return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{prompt} tokens never fit this worker")
+        if len(self._queue) >= self._config.max_queued_requests:
+            return Failure(code=ErrorCode.OVERLOADED, reason=f"{len(self._queue)} requests are waiting here")
+        return None
+
+    def _on_cancel(self, sender: Stamp, key: RequestKey, now: float) -> None:
+        request = self._requests.get(key)
+        if request is None:
+            self._outbox.bury(key, now)
+            self._outbox.refuse(sender, key, NOT_HERE)
+        elif request.gateway == sender:
+            if request.final is None:
+                self._fail(request, ErrorCode.CANCELLED, "cancelled by the gateway", now)
+            else:
+                self._outbox.resume(request, len(request.outputs))
+
+    def _on_resume(self, sender: Stamp, message: Resume) -> None:
+        request = self._requests.get((message.request_id, message.placement))
+        if request is None:
+            self._outbox.refuse(sender, (message.request_id, message.placement), NOT_HERE)
+        elif request.gateway == sender:
+            self._outbox.resume(request, message.next_index)
+
+    def _on_view(self, view: MembershipView, now: float) -> None:
+        if view.version < self._view_version:
+            return
+        self._view_version = view.version
+        members = {member.stamp.worker: member for member in view.members}
+        alive = {member.stamp for member in view.members}
+        for stamp in (member.stamp for member in self._members.values() if member.stamp not in alive):
+            self._gone[stamp.worker] = max(stamp.incarnation, self._gone.get(stamp.worker, 0))
+        self._members, self._silent = members, view.silent
+        for request in list(self._requests.values()):
+            gone = request.gateway.incarnation <= self._gone.get(request.gateway.worker, 0)
+            if request.final is None and (gone or request.gateway.worker in view.silent):
+                self._fail(request, ErrorCode.CANCELLED, "the gateway was lost", now)
+            if gone:
+                self._outbox.acknowledge(request.key, now)  # nobody is left to do it
+
+    # ------------------------------------------------------------------------------------------ outcomes
+
+    def _finish_reason(self, request: DecodeRequest) -> str:
+        last = request.outputs[-1] if request.outputs else -1
+        return finish_reason(len(request.outputs), last, request.sampling, len(request.prompt), self._max_context_len)
+
+    def _finish(self, request: DecodeRequest, reason: str, now: float, first_index: int | None = None) -> None:
+        """The answer is complete; its KV stays cached."""
+        self._conclude(request, reason, None, now, first_index)
+
+    def _fail(self, request: DecodeRequest, code: ErrorCode, reason: str, now: float) -> None:
+        self._conclude(request, "", Failure(code=code, reason=reason), now, None)
+
+    def _conclude(
+        self, request: DecodeRequest, reason: str, failure: Failure | None, now: float, first_index: int | None
+    ) -> None:
+        """Decides the one outcome, tells it, and lets go of the KV as soon as nobody else uses it."""
+        assert request.final is None, f"{request.key} has an outcome already"
+        self._deadlines.drop(request.key)
+        final = Output(
+            request_id=request.key[0],
+            placement=request.key[1],
+            first_index=0,
+            finish_reason=reason,
+            failure=failure,
+            timeline=request.timeline(now, self._stamp.worker),
+        )
+        first = len(request.outputs) if first_index is None else first_index
+        self._let_go(request, failure)
+        self._outbox.finish(request, final, first, now)
+
+    def _let_go(self, request: DecodeRequest, failure: Failure | None) -> None:
+        match request.state:
+            case Queued():
+                if request in self._queue:
+                    self._queue.remove(request)
+                self._done(request)
+            case Incoming(key, _):
+                assert failure is not None
+                self._commands.append(AbortSink(key, failure))
+                request.state = Stopping(key)
+            case Prefilling() | Running():
+                running = self._running if isinstance(request.state, Running) else self._prefilling
+                running.remove(request)
+                if self._is_launched(request):
+                    request.state = _LEAVING
+                else:
+                    self._done(request)
+            case Stopping() | Leaving() | Done():
+                raise AssertionError(f"{request.key} has let go already: {request.state}")
+            case _:
+                assert_never(request.state)
+
+    def _done(self, request: DecodeRequest) -> None:
+        """Nobody else uses its pages: what is valid goes to the tree, the rest is freed."""
+        if request.kv is not None:
+            self.pool.release_kv_cache(request, request.known_tokens)
+            self._may_fit = True
+        request.state = Done()
+        self._drop_if_over(request)
+
+    def _on_final_over(self, request: DecodeRequest) -> None:
+        request.final_over = True
+        self._drop_if_over(request)
+
+    def _drop_if_over(self, request: DecodeRequest) -> None:
+        if request.final_over and isinstance(request.state, Done):
+            del self._requests[request.key]
+
+    def _is_launched(self, request: DecodeRequest) -> bool:
+        return request in self._step_rows or any(request is one for one, _ in self._step_chunks)
+
+    # ---------------------------------------------------------------------------------------- admission
+
+    def _admit(self, now: float) -> None:
+        """Promises pages to queued requests for as long as they fit, and starts filling them."""
+        while self._queue and self._may_fit:
+            window = self._queue[: 1 + BACKFILL_WINDOW]
+            verdict = self._admission.admit([self._candidate(one) for one in window], self._active())
+            assert verdict is not None
+            if isinstance(verdict, Refused):
+                self._may_fit = False
+                head = window[0]
+                if verdict.reason is RefusalReason.TOO_LONG:
+                    self._may_fit = True
+                    self._fail(head, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
+                elif head.times.refused_since_s is None:
+                    head.times.refused_since_s = now
+            else:
+                self._start(window[verdict.index], verdict, now)
+
+    def _candidate(self, request: DecodeRequest) -> Candidate:
+        fill = request.fill_tokens
+        return Candidate(
+            holder=request,
+            request_id=request.key[0],
+            tokens=fill,
+            # Without outputs the last prompt token is computed again: its logits choose the first output.
+            max_prefix=len(fill) - 1 if request.wants_first_token else len(fill),
+            total_len=request.total_len,
+            retracted=request.times.retractions > 0,
+        )
+
+    def _active(self) -> Iterable[ActiveRequest]:
+        for request in self._requests.values():
+            if request.kv is not None:
+                ends = isinstance(request.state, Stopping | Leaving)
+                total = request.kv.kv_allocated_len if ends else request.total_len
+                yield ActiveRequest(request.kv, total, isinstance(request.state, Running))
+
+    def _start(self, request: DecodeRequest, admitted: Admitted, now: float) -> None:
+        assert isinstance(request.state, Queued)
+        self._queue.remove(request)
+        times = request.times
+        times.queue_s += now - request.state.since_s
+        if times.refused_since_s is not None:
+            times.reserve_wait_s += now - times.refused_since_s
+            times.refused_since_s = None
+        prefix_len = admitted.allocation.prefix_len
+        request.count_tokens(0, prefix_len, "cached_tokens")
+        self._handoffs += 1
+        seed = self._stamp.epoch.to_bytes(8, "little") + self._handoffs.to_bytes(8, "little")
+        request.handoff = HandoffId(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1)
+        request.attempt = 0
+        request.tried.clear()
+        self._fill(request, now)
+
+    # ----------------------------------------------------------------------------- where the KV comes from
+
+    def _fill(self, request: DecodeRequest, now: float) -> None:
+        """Gets the KV that is still missing: from nobody, from here, or from a prefill worker not tried yet."""
+        missing = request.fill_len - request.record.kv_committed_len
+        peer = self._choose_prefill(request) if missing > self._config.local_prefill_max_tokens else None
+        if missing == 0:
+            self._run(request, now)
+        elif peer is None:
+            request.state = Prefilling()
+            self._prefilling.append(request)
+        else:
+            request.tried.add(peer)
+            self._open_sink(request, peer, now)
+
+    def _choose_prefill(self, request: DecodeRequest) -> Stamp | None:
+        candidates = {
+            worker: member.stamp
+            for worker, member in self._members.items()
+            if member.role == "prefill" and worker not in self._silent and member.stamp not in request.tried
+        }
+        if request.preferred in candidates:
+            return candidates[request.preferred]
+        order = rendezvous_order(affinity_key(request.prompt), candidates)
+        return candidates[order[0]] if order else None
+
+    def _open_sink(self, request: DecodeRequest, peer: Stamp, now: float) -> None:
+        start = page_floor(request.record.kv_committed_len, self.pool.page_size)
+        assert request.handoff is not None
+        key = HandoffKey(request.handoff, request.attempt)
+        request.attempt += 1
+        request.times.attempts += 1
+        request.times.prefill_worker = peer.worker
+        request.state = Incoming(key, start)
+        self._by_handoff[key] = request
+        self._commands.append(
+            OpenSink(
+                key=key,
+                peer=peer.worker,
+                request_id=request.key[0],
+                tokens=request.fill_tokens,
+                start=start,
+                pages=self.pool.pages_of(request.record, start, request.fill_len),
+                sample=request.wants_first_token,
+                sampling=request.sampling,
+                deadline_s=min(request.deadline_s, now + self._transfer.handoff_ttl_s),
+            )
+        )
+
+    def _on_committed(self, event: SinkCommitted, now: float) -> None:
+        request = self._by_handoff.pop(event.key)
+        self._book_transfer(request, event.nbytes, request.fill_len)
+        self.pool.commit_incoming(request.record, request.fill_len)
+        match request.state:
+            case Incoming():
+                times = request.times
+                times.lane = event.lane
+                times.transfer_s += event.transfer_s
+                times.scatter_s += event.scatter_s
+                times.prefill_s += event.result.prefill_s
+                times.prefill_cached_tokens += event.result.cached_tokens
+                self._run(request, now, event.result.first_token, event.result.logprob)
+            case Stopping():
+                self._done(request)
+            case _:
+                raise AssertionError(f"{event} for {request.key} in {request.state}")
+
+    def _on_sink_failed(self, event: SinkFailed, now: float) -> None:
+        """What landed is kept; the rest comes from somebody who was not tried yet, in the end from here."""
+        request = self._by_handoff.pop(event.key)
+        landed = max(event.landed_until, request.record.kv_committed_len)
+        self._book_transfer(request, event.nbytes, landed)
+        self.pool.commit_incoming(request.record, landed)
+        match request.state:
+            case Incoming():
+                self._fill(request, now)
+            case Stopping():
+                self._done(request)
+            case _:
+                raise AssertionError(f"{event} for {request.key} in {request.state}")
+
+    def _book_transfer(self, request: DecodeRequest, nbytes: int, landed_until: int) -> None:
+        request.times.transfer_bytes += nbytes
+        request.count_tokens(request.record.kv_committed_len, landed_until, "transferred_tokens")
+
+    def _run(
+        self, request: DecodeRequest, now: float, first_token: int = -1, logprob: TokenLogprob | None = None
+    ) -> None:
+        """All KV is there. The prompt is shared with others from here on."""
+        self.pool.cache_unfinished_req(request, request.fill_tokens)
+        request.state = _RUNNING
+        request.times.running_since_s = now
+        self._running.append(request)
+        if request.wants_first_token:
+            assert first_token >= 0, f"{request.key} was filled without its first token"
+            self._append(request, first_token, logprob, now)
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def next_batch(self, now: float) -> Batch | None:
+        """One token of every running request, and chunks of local prefills within their own token budget, so that
+        running streams go on while prompts are computed."""
+        assert not self._step_rows, "one step at a time"
+        assert not self._step_chunks, "one step at a time"
+        decode = self._pack_running(self._grow(now))
+        chunks = self._pack_chunks()
+        if decode is None or chunks is None:
+            return decode or chunks
+        return join_batches(decode, chunks)
+
+    def _grow(self, now: float) -> list[DecodeRequest]:
+        """Makes room for one token of each running request. Returns those that go on in this step."""
+        grown: list[DecodeRequest] = []
+        prepare = self.pool.prepare_for_decode
+        for request in list(self._running):
+            while request.state is _RUNNING:
+                if type(refused := prepare(request)) is not Refused:
+                    grown.append(request)
+                    break
+                if not self._make_room(request, refused, now):
+                    break
+        if len(grown) != len(self._running):
+            grown = [request for request in grown if request.state is _RUNNING]
+        return grown
+
+    def _make_room(self, request: DecodeRequest, refused: Refused, now: float) -> bool:
+        """Retracts somebody, perhaps `request` itself. False when nobody can be: then it waits for a hand-off to end,
+        or fails when there is nothing to wait for."""
+        victim = choose_victim([*self._running, *self._prefilling])
+        if victim is not None and refused.reason is RefusalReason.NO_PAGES:
+            self._retract(victim, now)
+            return True
+        others = any(one.kv is not None and one is not request for one in self._requests.values())
+        if refused.reason is not RefusalReason.NO_PAGES or not others:
+            self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
+        return False
+
+    def _retract(self, request: DecodeRequest, now: float) -> None:
+        """Gives its pages back; it comes again as a request whose outputs are known."""
+        (self._running if request.state is _RUNNING else self._prefilling).remove(request)
+        self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
+        times = request.times
+        times.retractions += 1
+        if times.running_since_s is not None:
+            times.decode_s += now - times.running_since_s
+            times.running_since_s = None
+        request.state = Queued(now)
+        ahead = sum(one.times.retractions > 0 and one.number < request.number for one in self._queue)
+        self._queue.insert(ahead, request)
+        self.retractions += 1
+        self._may_fit = True
+
+    def _pack_running(self, rows: list[DecodeRequest]) -> Batch | None:
+        if not rows:
+            return None
+        self._step_rows = rows
+        lengths = [request.record.kv_committed_len for request in rows]
+        packed = DecodeRows(
+            keys=tuple([request.number for request in rows]),
+            input_ids=[request.outputs[-1] for request in rows],
+            kv_lens=np.array(lengths, dtype=np.int32),
+            page_ids=np.concatenate(
+                [self.pool.pages_for_row(one.record, length) for one, length in zip(rows, lengths, strict=True)]
+            ),
+            sampling=tuple([request.sampling for request in rows]),
+            output_indices=tuple([len(request.outputs) for request in rows]),
+        )
+        return pack_decode_rows(packed, self.pool.page_size)
+
+    def _pack_chunks(self) -> Batch | None:
+        rows: list[BatchRow] = []
+        budget = max(self._config.chunk_tokens, self.pool.page_size)
+        for request in self._prefilling:
+            record = request.record
+            done, total = record.kv_committed_len, request.fill_len
+            end = chunk_end(done, total, budget, self.pool.page_size)
+            if end == done:
+                break
+            budget -= end - done
+            sampling = request.sampling if request.wants_first_token and end == total else None
+            tokens = request.fill_tokens[done:end]
+            rows.append(BatchRow(request.number, tokens, end, self.pool.pages_for_row(record, end), sampling))
+            self._step_chunks.append((request, end))
+        return pack_batch(rows, self.pool.page_size) if rows else None
+
+    def on_step(self, result: StepResult, now: float) -> list[object]:
+        rows, chunks = self._step_rows, self._step_chunks
+        assert len(result.keys) == len(rows) + len(chunks), "the result of another step"
+        self._step_rows, self._step_chunks = [], []
+        self._steps += 1
+        packed = np.array(result.tokens, dtype="<i4").tobytes()
+        for index, request in enumerate(rows):
+            if request.state is _RUNNING:
+                self._append(
+                    request, result.tokens[index], result.logprobs[index], now, packed[4 * index : 4 * index + 4]
+                )
+            else:
+                self._done(request)
+        if chunks:
+            self._on_chunks(chunks, result, len(rows), now)
+        self._admit(now)
+        return self._take_out()
+
+    def _on_chunks(self, chunks: list[tuple[DecodeRequest, int]], result: StepResult, first: int, now: float) -> None:
+        computed = [end - request.record.kv_committed_len for request, end in chunks]
+        per_token_s = result.compute_s / (first + sum(computed))
+        for index, (request, end) in enumerate(chunks):
+            if request.state is _LEAVING:
+                self._done(request)
+                continue
+            request.times.prefill_s += per_token_s * computed[index]
+            request.count_tokens(request.record.kv_committed_len, end, "local_tokens")
+            self.pool.commit_incoming(request.record, end)
+            if end == request.fill_len:
+                self._prefilling.remove(request)
+                self._run(request, now, result.tokens[first + index], result.logprobs[first + index])
+
+    def _append(
+        self, request: DecodeRequest, token: int, logprob: TokenLogprob | None, now: float, packed: bytes | None = None
+    ) -> None:
+        """One more output token: tell the gateway, or finish."""
+        request.outputs.append(token)
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        if token in request.stop_ids or len(request.outputs) >= request.limit:
+            self._finish(request, self._finish_reason(request), now, len(request.outputs) - 1)
+        else:
+            self._outbox.token(request, pack_tokens((token,)) if packed is None else packed)
+
+    # ------------------------------------------------------------------------------------------ reporting
+
+    def load(self) -> Load:
+        return Load(
+            queued=len(self._queue),
+            running=len(self._running) + len(self._prefilling) + len(self._by_handoff),
+            free_pages=self.pool.available_pages,
+            total_pages=self.pool.total_pages,
+            queued_tokens=sum(request.fill_len for request in self._queue),
+            steps=self._steps,
+            draining=self._draining,
+        )
+
+    def holdings(self) -> Iterable[Holding]:
+        for request in self._requests.values():
+            if request.kv is not None:
+                yield Holding(_owner_class(request.state), f"{request.key[0]}#{request.key[1]}", request.kv)
+
+    @property
+    def idle(self) -> bool:
+        """Every request has had its outcome, and every gateway knows."""
+        return not self._requests
+
+
+def _owner_class(state: State) -> OwnerClass:
+    return OwnerClass.INCOMING if isinstance(state, Incoming | Stopping) else OwnerClass.REQUEST

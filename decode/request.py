@@ -1,0 +1,178 @@
+"""One request on a decode worker: its identity, its tokens, its KV record, where it stands, where its time went.
+
+Owns the output tokens until the gateway has them all. Never decides anything: that is `core.DecodeCore`'s.
+
+    Queued -> Incoming -> Running -> Done             Incoming: pages promised, bytes on their way ("Reserved" on the
+       ^   \\      |    /     |                         design's map has no duration here: the offer leaves at once)
+       |    -> Prefilling -  |                         Prefilling: computed on this worker
+       +------ retracted ----+                         Stopping, Leaving: over, but somebody still uses the pages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.ids import HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.record import ReqKvInfo
+from baton.common.messages import Output, SamplingParams, Timeline, TokenLogprob
+
+I32 = npt.NDArray[np.int32]
+RequestKey = tuple[RequestId, int]
+"""Request id and placement: a placement that was given up never meets its successor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Owns nothing."""
+
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Its pages belong to the hand-off `key` until that has ended."""
+
+    key: HandoffKey
+    start: int  # the hand-off fills tokens from here on
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """Its missing KV is computed here, chunk by chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """All KV but that of the newest token is there; one token per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Over, but its hand-off may still write into its pages: they are kept until it has ended."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Over, but the launched step uses its pages: they are given back when it is collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Owns nothing any more."""
+
+
+State = Queued | Incoming | Prefilling | Running | Stopping | Leaving | Done
+
+
+@dataclass(slots=True)
+class Times:
+    """Sums for the `Timeline`. Token counts are of the first pass over the prompt alone, so that they add up to it."""
+
+    arrived_s: float
+    queue_s: float = 0.0
+    reserve_wait_s: float = 0.0
+    refused_since_s: float | None = None
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    scatter_s: float = 0.0
+    running_since_s: float | None = None
+    decode_s: float = 0.0
+    transfer_bytes: int = 0
+    lane: str = ""
+    prefill_worker: str = ""
+    local_tokens: int = 0
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    attempts: int = 0
+    retractions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A `KvHolder`. `outputs` begins with what earlier placements produced (`inherited` of them)."""
+
+    number: int  # this engine's name for it in a batch
+    key: RequestKey
+    gateway: Stamp
+    prompt: I32
+    outputs: list[int]
+    sampling: SamplingParams
+    deadline_s: float
+    preferred: WorkerId | None
+    state: State
+    times: Times
+    stop_ids: frozenset[int]
+    limit: int  # most outputs: by request, or until the context is full
+    inherited: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of outputs[inherited:], when asked for
+    kv: ReqKvInfo | None = None
+    handoff: HandoffId | None = None  # one per stay: from admission until it is over or retracted
+    attempt: int = 0  # the next one of this hand-off
+    tried: set[Stamp] = field(default_factory=set)  # prefill workers that failed this stay
+    final: Output | None = None  # the last message, once there is an outcome
+    final_expires_s: float = 0.0
+    final_over: bool = False  # acknowledged, or nobody is left to do so
+
+    @property
+    def fill_tokens(self) -> I32:
+        """Tokens whose KV is needed before the next decode step: all but the newest output."""
+        return self.known_tokens[: self.fill_len]
+
+    @property
+    def fill_len(self) -> int:
+        return len(self.prompt) + max(0, len(self.outputs) - 1)
+
+    @property
+    def known_tokens(self) -> I32:
+        if not self.outputs:
+            return self.prompt
+        return np.concatenate((self.prompt, np.array(self.outputs, dtype=np.int32)))
+
+    @property
+    def wants_first_token(self) -> bool:
+        """Prefill ends by sampling output 0; a request that has outputs continues from the newest one instead."""
+        return not self.outputs
+
+    @property
+    def record(self) -> ReqKvInfo:
+        assert self.kv is not None, f"{self.key} owns no KV"
+        return self.kv
+
+    @property
+    def total_len(self) -> int:
+        """Most tokens of KV it can ever hold."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    def count_tokens(self, first: int, end: int, how: str) -> None:
+        """Books prompt tokens [first, end) as cached, local or transferred; each token once, in its first pass."""
+        tokens = min(end, len(self.prompt)) - min(first, len(self.prompt))
+        if self.times.retractions == 0 and tokens > 0:
+            setattr(self.times, how, getattr(self.times, how) + tokens)
+
+    def timeline(self, now: float, worker: WorkerId) -> Timeline:
+        times = self.times
+        running_s = 0.0 if times.running_since_s is None else now - times.running_since_s
+        return Timeline(
+            queue_s=times.queue_s,
+            reserve_wait_s=times.reserve_wait_s,
+            prefill_s=times.prefill_s,
+            transfer_s=times.transfer_s,
+            scatter_s=times.scatter_s,
+            decode_s=times.decode_s + running_s,
+            transfer_bytes=times.transfer_bytes,
+            lane=times.lane,
+            prefill_worker=times.prefill_worker,
+            decode_worker=worker,
+            local_tokens=times.local_tokens,
+            cached_tokens=times.cached_tokens,
+            transferred_tokens=times.transferred_tokens,
+            prefill_cached_tokens=times.prefill_cached_tokens,
+            attempts=times.attempts,
+            retractions=times.retractions,
+        )

@@ -1,0 +1,344 @@
+"""The brain of a prefill worker: computes the KV that decode workers ask for and ships it while computing on.
+
+Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Never: talks to
+a socket, frees a page that a peer may still read, or holds KV for a request that has nowhere to go.
+
+A request's life:
+
+    OfferReceived -> Queued -> Prefilling --ShipRegion*, FinishSource--> HandingOff --SourceReleased--> gone
+                        |           |                                        |
+                        +-----------+-------- give up, or told to ----------+--> Stopping --SourceAborted--> gone
+
+Invariants:
+F1. All pages of a request are promised before its first chunk is computed: a half-computed prompt never waits for pages
+    that another half-computed prompt holds.
+F2. Pages are given back after SourceReleased or SourceAborted and not before, and never while a launched step uses
+    them.
+F3. What is shipped lies in pages that stay where they are: a chunk is offered to the prefix tree (which may replace
+    pages by its own) before it is shipped, and never afterwards.
+F4. A request is computed in chunks whose boundaries are page-aligned, except the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from baton.common.config import PrefillConfig
+from baton.common.deadlines import Deadlines
+from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.policy import chunk_end
+from baton.common.errors import ErrorCode
+from baton.common.ids import HandoffKey
+from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.pool import KvPool, RefusalReason, Refused
+from baton.common.kv.record import ReqKvInfo
+from baton.common.messages import Failure, Load, TokenLogprob
+from baton.common.units import page_floor
+from baton.transfer.api import (
+    AbortSource,
+    FinishSource,
+    OfferReceived,
+    PrefillResult,
+    ShipRegion,
+    SourceAborted,
+    SourceReleased,
+    SourceStopping,
+)
+
+PrefillEffect = ShipRegion | FinishSource | AbortSource
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Owns nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """Owns its pages. Tokens below `shipped` have been handed to the transfer plane (or were not asked for)."""
+
+    shipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandingOff:
+    """All computed and shipped; the receiver has not confirmed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Over without success; a reader may be left. Its pages are quarantined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nobody reads its pages any more, except perhaps the step that is running: it gives them back."""
+
+
+State = Queued | Prefilling | HandingOff | Stopping | Ended
+
+
+class SourceRequest:
+    """One accepted offer; a `KvHolder`."""
+
+    __slots__ = ("cached_tokens", "kv", "number", "offer", "prefill_s", "state")
+
+    def __init__(self, number: int, offer: OfferReceived) -> None:
+        self.number = number  # this engine's name for it in a batch
+        self.offer = offer
+        self.kv: ReqKvInfo | None = None
+        self.state: State = Queued()
+        self.prefill_s = 0.0
+        self.cached_tokens = 0
+
+    @property
+    def total(self) -> int:
+        return len(self.offer.tokens)
+
+    @property
+    def record(self) -> ReqKvInfo:
+        assert self.kv is not None, f"{self.offer.key} owns no KV"
+        return self.kv
+
+    def __repr__(self) -> str:
+        return f"<SourceRequest {self.offer.key} {self.state} {self.kv!r}>"
+
+
+class PrefillCore:
+    """`EngineCore` of a prefill worker."""
+
+    def __init__(self, pool: KvPool, config: PrefillConfig) -> None:
+        self.pool = pool
+        self._config = config
+        self._requests: dict[HandoffKey, SourceRequest] = {}
+        self._queue: list[SourceRequest] = []
+        self._prefilling: list[SourceRequest] = []  # in order of arrival
+        self._launched: dict[int, tuple[SourceRequest, int]] = {}  # row key -> request, KV length after the step
+        self._deadlines: Deadlines[HandoffKey] = Deadlines()
+        self._out: list[PrefillEffect] = []
+        self._numbers = 0
+        self._steps = 0
+        self._draining = False
+        self._may_fit = False  # something changed since the head of the queue did not fit
+        self.stray_messages = 0
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def handle(self, event: object, now: float) -> list[object]:
+        match event:
+            case OfferReceived():
+                self._on_offer(event, now)
+            case SourceReleased(key):
+                self._on_released(key)
+            case SourceAborted(key):
+                self._on_aborted(key)
+            case SourceStopping(key):
+                self._stop(self._requests[key])
+            case Drain():
+                self._draining = True
+            case MembershipView():
+                pass  # peers that die are the transfer plane's to notice: it ends their hand-offs here
+            case FromPeer():
+                self.stray_messages += 1  # nobody sends requests to a prefill worker
+            case _:
+                raise TypeError(f"a prefill core cannot handle {event!r}")
+        self._admit()
+        return self._take_out()
+
+    def on_timer(self, now: float) -> list[object]:
+        for key in self._deadlines.pop_due(now):
+            request = self._requests[key]
+            if not isinstance(request.state, Stopping | Ended):
+                self._give_up(request, ErrorCode.DEADLINE_EXCEEDED, "the request's time is over")
+        self._admit()
+        return self._take_out()
+
+    def next_deadline(self) -> float | None:
+        return 0.0 if self._out else self._deadlines.next_s()
+
+    def _on_offer(self, offer: OfferReceived, now: float) -> None:
+        assert offer.key not in self._requests, f"{offer.key} was offered twice"
+        self._numbers += 1
+        request = SourceRequest(self._numbers, offer)
+        self._requests[offer.key] = request
+        if self._draining:
+            self._give_up(request, ErrorCode.DRAINING, "this worker is shutting down")
+        elif len(self._queue) >= self._config.max_queued_requests:
+            self._give_up(request, ErrorCode.OVERLOADED, f"{len(self._queue)} prompts are waiting here")
+        elif request.total > min(self.pool.max_context_len, self.pool.total_pages * self.pool.page_size):
+            reason = f"{request.total} tokens never fit this worker's pool"
+            self._give_up(request, ErrorCode.PROMPT_TOO_LONG, reason)
+        else:
+            self._queue.append(request)
+            self._deadlines.set(offer.key, offer.deadline_s)
+            self._may_fit = True
+
+    def _on_released(self, key: HandoffKey) -> None:
+        """The receiver has everything; perhaps we gave up (Stopping) while it was saying so."""
+        request = self._requests[key]
+        assert isinstance(request.state, HandingOff | Stopping), f"{request!r} was released before it was finished"
+        self._forget(request)
+
+    def _on_aborted(self, key: HandoffKey) -> None:
+        request = self._requests[key]
+        self._stop(request)
+        self._forget(request)
+
+    # ------------------------------------------------------------------------------------------- endings
+
+    def _give_up(self, request: SourceRequest, code: ErrorCode, reason: str) -> None:
+        self._stop(request)
+        self._out.append(AbortSource(request.offer.key, Failure(code=code, reason=reason)))
+
+    def _stop(self, request: SourceRequest) -> None:
+        """Computes nothing more for it. What it owns stays its own."""
+        match request.state:
+            case Queued():
+                if request in self._queue:
+                    self._queue.remove(request)
+            case Prefilling():
+                self._prefilling.remove(request)
+            case HandingOff() | Stopping() | Ended():
+                pass
+            case _:
+                assert_never(request.state)
+        request.state = Stopping()
+        self._deadlines.drop(request.offer.key)
+        self._may_fit = True
+
+    def _forget(self, request: SourceRequest) -> None:
+        """The transfer plane has let go. What was computed stays cached."""
+        del self._requests[request.offer.key]
+        self._deadlines.drop(request.offer.key)
+        request.state = Ended()
+        if request.number not in self._launched:
+            self._give_back(request)
+
+    def _give_back(self, request: SourceRequest) -> None:
+        if request.kv is not None:
+            self.pool.release_kv_cache(request, request.offer.tokens)
+            self._may_fit = True
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def _admit(self) -> None:
+        """Promises pages to the head of the queue while the next step has room for more work."""
+        while self._queue and self._may_fit and self._uncomputed < self._config.chunk_tokens:
+            request = self._queue[0]
+            offer = request.offer
+            # A request that wants a token computes at least its last position; another may find everything cached.
+            most = request.total - 1 if offer.sample else request.total
+            promised = self.pool.pre_alloc(request, offer.tokens, request.total, most)
+            if isinstance(promised, Refused):
+                assert promised.reason is not RefusalReason.TOO_LONG, f"{request!r} passed the door"
+                self._may_fit = False
+                return
+            self._queue.pop(0)
+            request.cached_tokens = promised.prefix_len
+            request.state = Prefilling(offer.start)
+            self._prefilling.append(request)
+            self._ship(request)
+
+    @property
+    def _uncomputed(self) -> int:
+        return sum(request.total - request.record.kv_committed_len for request in self._prefilling)
+
+    def next_batch(self, now: float) -> Batch | None:
+        """One chunk of each request in order of arrival, within the token budget."""
+        assert not self._launched, "one step at a time"
+        rows: list[BatchRow] = []
+        budget = max(self._config.chunk_tokens, self.pool.page_size)
+        for request in self._prefilling:
+            record = request.record
+            done = record.kv_committed_len
+            end = chunk_end(done, request.total, budget, self.pool.page_size)
+            if end == done:
+                break
+            budget -= end - done
+            sampling = request.offer.sampling if request.offer.sample and end == request.total else None
+            tokens = request.offer.tokens[done:end]
+            rows.append(BatchRow(request.number, tokens, end, self.pool.pages_for_row(record, end), sampling))
+            self._launched[request.number] = (request, end)
+        return pack_batch(rows, self.pool.page_size) if rows else None
+
+    def on_step(self, result: StepResult, now: float) -> list[object]:
+        assert set(result.keys) == self._launched.keys(), "the result of another step"
+        launched, self._launched = self._launched, {}
+        self._steps += 1
+        computed = [end - request.record.kv_committed_len for request, end in launched.values()]
+        step_tokens = sum(computed)
+        for key, tokens, token, logprob in zip(result.keys, computed, result.tokens, result.logprobs, strict=True):
+            request, end = launched[key]
+            self.pool.commit_incoming(request.record, end)
+            request.prefill_s += result.compute_s * tokens / step_tokens
+            match request.state:
+                case Prefilling():
+                    self.pool.cache_unfinished_req(request, request.offer.tokens)
+                    self._ship(request, token, logprob)
+                case Stopping():
+                    pass
+                case Ended():
+                    self._give_back(request)
+                case _:
+                    raise AssertionError(f"{request!r} was computed")
+        self._admit()
+        return self._take_out()
+
+    def _ship(self, request: SourceRequest, token: int = -1, logprob: TokenLogprob | None = None) -> None:
+        """Hands over what is computed and was not handed over yet; the rest follows with later chunks."""
+        assert isinstance(request.state, Prefilling)
+        shipped, done = request.state.shipped, request.record.kv_committed_len
+        if done < request.total:
+            done = page_floor(done, self.pool.page_size)
+        key = request.offer.key
+        if done > shipped:
+            pages = self.pool.pages_of(request.record, shipped, done)
+            self._out.append(ShipRegion(key, shipped, done - shipped, pages))
+            request.state = Prefilling(done)
+        if done == request.total:
+            result = PrefillResult(token, logprob, request.prefill_s, request.cached_tokens)
+            self._out.append(FinishSource(key, result))
+            self._prefilling.remove(request)
+            request.state = HandingOff()
+
+    def _take_out(self) -> list[object]:
+        out, self._out = self._out, []
+        return list(out)
+
+    # ------------------------------------------------------------------------------------------ reporting
+
+    def load(self) -> Load:
+        return Load(
+            queued=len(self._queue),
+            running=len(self._requests) - len(self._queue),
+            free_pages=self.pool.available_pages,
+            total_pages=self.pool.total_pages,
+            queued_tokens=sum(request.total for request in self._queue),
+            steps=self._steps,
+            draining=self._draining,
+        )
+
+    def holdings(self) -> Iterable[Holding]:
+        launched = (request for request, _ in self._launched.values() if isinstance(request.state, Ended))
+        for request in [*self._requests.values(), *launched]:
+            if request.kv is not None:
+                yield Holding(_owner_class(request.state), str(request.offer.key), request.kv)
+
+    @property
+    def idle(self) -> bool:
+        return not self._requests and not self._launched
+
+
+def _owner_class(state: State) -> OwnerClass:
+    match state:
+        case Queued() | Ended():
+            return OwnerClass.REQUEST
+        case Prefilling() | HandingOff():
+            return OwnerClass.OUTGOING
+        case Stopping():
+            return OwnerClass.QUARANTINED
+        case _:
+            assert_never(state)

@@ -1,0 +1,308 @@
+"""A decode core and a prefill core face to face, with a transfer plane that copies at once: for tests of the cores.
+
+What the real plane does about lost messages and dying peers is tested elsewhere; here every step is a function call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.common.config import DecodeConfig, PrefillConfig, TransferConfig
+from baton.common.engine.batch import Batch
+from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
+from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
+from baton.common.errors import ErrorCode
+from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.pool import KvPool
+from baton.common.messages import (
+    Body,
+    CancelRequest,
+    Failure,
+    FinishAck,
+    Member,
+    Output,
+    Resume,
+    SamplingParams,
+    Submit,
+    pack_tokens,
+    unpack_tokens,
+)
+from baton.decode.core import DecodeCore
+from baton.prefill.core import PrefillCore
+from baton.transfer.api import (
+    AbortSink,
+    AbortSource,
+    FinishSource,
+    OfferReceived,
+    OpenSink,
+    ShipRegion,
+    SinkCommitted,
+    SinkFailed,
+    SourceAborted,
+    SourceReleased,
+)
+
+GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(11))
+DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(22))
+PREFILL = Stamp(WorkerId("prefill-0"), 1, Epoch(33))
+PREFILL_2 = Stamp(WorkerId("prefill-1"), 1, Epoch(44))
+GREEDY = SamplingParams(max_tokens=8)
+
+
+def member(stamp: Stamp, role: str) -> Member:
+    return Member(stamp=stamp, role=role, address="")
+
+
+def view(version: int, *members: Member, silent: tuple[str, ...] = ()) -> MembershipView:
+    return MembershipView(version, members, frozenset(WorkerId(name) for name in silent))
+
+
+EVERYONE = (member(GATEWAY, "gateway"), member(DECODE, "decode"), member(PREFILL, "prefill"))
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 258, length).astype(np.int32)
+
+
+class Engine:
+    """One core with its pool and fake runner; checks the pool's books after everything that happens."""
+
+    def __init__(
+        self, make: Callable[[KvPool], EngineCore], pages: int, page_size: int, rows: int, context: int
+    ) -> None:
+        self.pool = KvPool(pages + 1, page_size, rows, context)
+        self.core = make(self.pool)
+        self.runner: FakeRunner = fake_runner(pages + 1, page_size, max_positions=context, cost=StepCost(0.01))
+        self.now = 0.0
+        self.launched: Batch | None = None
+        self.batches: list[Batch] = []
+
+    def handle(self, event: object) -> list[object]:
+        return self._checked(self.core.handle(event, self.now))
+
+    def launch(self) -> bool:
+        """Plans a step and computes it, but does not tell the core yet. False when there is nothing to do."""
+        assert self.launched is None
+        self.launched = self.core.next_batch(self.now)
+        self.check()
+        if self.launched is not None:
+            self.batches.append(self.launched)
+        return self.launched is not None
+
+    def collect(self) -> list[object]:
+        assert self.launched is not None
+        batch, self.launched = self.launched, None
+        self.now += 0.01
+        return self._checked(self.core.on_step(self.runner.collect(self.runner.launch(batch)), self.now))
+
+    def step(self) -> list[object] | None:
+        """One whole step; its effects, or None when there was nothing to compute."""
+        return self.collect() if self.launch() else None
+
+    def pass_time(self, seconds: float) -> list[object]:
+        self.now += seconds
+        return self._checked(self.core.on_timer(self.now))
+
+    def check(self) -> None:
+        InvariantChecker().check(self.pool, self.core.holdings())
+
+    def _checked(self, effects: list[object]) -> list[object]:
+        self.check()
+        return effects
+
+
+def decode_engine(pages: int = 64, page_size: int = 4, rows: int = 16, context: int = 256, **config: int) -> Engine:
+    config.setdefault("num_reserved_decode_tokens", 8)
+    return Engine(
+        lambda pool: DecodeCore(DECODE, pool, DecodeConfig(**config), TransferConfig(), context),
+        pages,
+        page_size,
+        rows,
+        context,
+    )
+
+
+def prefill_engine(pages: int = 64, page_size: int = 4, rows: int = 16, context: int = 256, **config: int) -> Engine:
+    return Engine(lambda pool: PrefillCore(pool, PrefillConfig(**config)), pages, page_size, rows, context)
+
+
+@dataclass
+class GatewayStub:
+    """Keeps what the decode worker says, per request, and complains about gaps and second endings."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finals: dict[str, Output] = field(default_factory=dict)
+    said: list[SendTo] = field(default_factory=list)
+    acknowledge: bool = True
+
+    def hear(self, effect: SendTo) -> list[Body]:
+        self.said.append(effect)
+        body = effect.body
+        if not isinstance(body, Output):
+            return []
+        known = self.tokens.setdefault(body.request_id, [])
+        assert body.first_index <= len(known), f"a gap: {body}"
+        known.extend(unpack_tokens(body.tokens)[len(known) - body.first_index :].tolist())
+        if not body.finish_reason and body.failure is None:
+            return []
+        before = self.finals.setdefault(body.request_id, body)
+        assert (before.finish_reason, before.failure) == (body.finish_reason, body.failure)
+        return [FinishAck(request_id=body.request_id, placement=body.placement)] if self.acknowledge else []
+
+
+@dataclass
+class _Handoff:
+    open: OpenSink
+    shipped: int
+    dead: bool = False
+
+
+class Rig:
+    """One decode worker, one prefill worker (optional), one gateway."""
+
+    def __init__(self, decode: Engine | None = None, prefill: Engine | None = None) -> None:
+        self.decode = decode or decode_engine()
+        self.prefill = prefill or prefill_engine()
+        self.gateway = GatewayStub()
+        self.handoffs: dict[HandoffKey, _Handoff] = {}
+        self.log: list[object] = []
+        self.hold_offers = False
+        self.offers: list[OfferReceived] = []
+        self.version = 0
+        self.view(*EVERYONE)
+
+    def view(self, *members: Member, silent: tuple[str, ...] = ()) -> None:
+        self.version += 1
+        self.run(self.decode.handle(view(self.version, *members, silent=silent)))
+
+    def tell(self, body: Body, sender: Stamp = GATEWAY) -> None:
+        self.run(self.decode.handle(FromPeer(sender, body)))
+
+    def submit(
+        self,
+        name: str,
+        prompt: np.ndarray,
+        sampling: SamplingParams = GREEDY,
+        outputs: list[int] | None = None,
+        placement: int = 0,
+        ttl_s: float = 1000.0,
+    ) -> None:
+        self.tell(
+            Submit(
+                request_id=RequestId(name),
+                placement=placement,
+                prompt=pack_tokens(prompt),
+                outputs=pack_tokens(outputs or []),
+                sampling=sampling,
+                ttl_s=ttl_s,
+            )
+        )
+
+    def cancel(self, name: str, placement: int = 0) -> None:
+        self.tell(CancelRequest(request_id=RequestId(name), placement=placement))
+
+    def resume(self, name: str, next_index: int, placement: int = 0) -> None:
+        self.tell(Resume(request_id=RequestId(name), placement=placement, next_index=next_index))
+
+    def settle(self, limit: int = 2000) -> None:
+        """Steps both engines until neither has anything to compute."""
+        for _ in range(limit):
+            worked = False
+            for engine in (self.prefill, self.decode):
+                if engine.launched is None and (effects := engine.step()) is not None:
+                    self.run(effects)
+                    worked = True
+            if not worked and self.decode.core.next_deadline() == 0.0:
+                self.run(self.decode.pass_time(0.0))
+                worked = True
+            if not worked:
+                return
+        raise AssertionError("the cores never come to rest")
+
+    def run(self, effects: list[object]) -> None:
+        """Carries effects out, and what follows from them, at once."""
+        for effect in effects:
+            self.log.append(effect)
+            match effect:
+                case SendTo():
+                    for answer in self.gateway.hear(effect):
+                        self.tell(answer, Stamp(effect.worker, 1, Epoch(effect.epoch)))
+                case OpenSink():
+                    self._open(effect)
+                case AbortSink(key, failure):
+                    self.end(key, failure)
+                case ShipRegion():
+                    self._ship(effect)
+                case FinishSource(key, result):
+                    handoff = self.handoffs.pop(key)
+                    assert handoff.shipped == len(handoff.open.tokens)
+                    self.run(self.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.01)))
+                    self.run(self.prefill.handle(SourceReleased(key)))
+                case AbortSource(key, failure):
+                    self.end(key, failure)
+                case _:
+                    raise TypeError(effect)
+
+    def end(self, key: HandoffKey, failure: Failure, peer_lost: bool = False) -> None:
+        """The hand-off is over without success: both sides hear it, in the order of the protocol."""
+        handoff = self.handoffs.pop(key, None)
+        if handoff is None:
+            return
+        landed = handoff.shipped // self.decode.pool.page_size * self.decode.pool.page_size
+        self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, landed, 1, peer_lost)))
+        if key in {offer.key for offer in self.offers}:
+            self.offers = [offer for offer in self.offers if offer.key != key]
+        elif handoff.open.peer == PREFILL.worker:
+            self.run(self.prefill.handle(SourceAborted(key, failure)))
+
+    def lose_prefill(self) -> None:
+        """Every open hand-off fails because its prefill worker is gone."""
+        for key in list(self.handoffs):
+            handoff = self.handoffs.pop(key)
+            failure = Failure(code=ErrorCode.INTERNAL, reason="peer lost")
+            self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, handoff.shipped, 1, True)))
+        self.offers = []
+
+    def release_offers(self) -> None:
+        offers, self.offers, self.hold_offers = self.offers, [], False
+        for offer in offers:
+            self.run(self.prefill.handle(offer))
+
+    def _open(self, command: OpenSink) -> None:
+        self.handoffs[command.key] = _Handoff(command, command.start)
+        offer = OfferReceived(
+            command.key,
+            DECODE,
+            command.request_id,
+            command.tokens,
+            command.start,
+            command.sample,
+            command.sampling,
+            command.deadline_s,
+        )
+        if self.hold_offers or command.peer != PREFILL.worker:
+            self.offers.append(offer)
+        else:
+            self.run(self.prefill.handle(offer))
+
+    def _ship(self, region: ShipRegion) -> None:
+        handoff = self.handoffs.get(region.key)
+        if handoff is None:
+            return
+        assert region.first_token == handoff.shipped, "regions follow one another without gap"
+        size = self.decode.pool.page_size
+        first = (region.first_token - handoff.open.start) // size
+        target = handoff.open.pages[first : first + len(region.pages)]
+        self.decode.runner.buffer.as_bytes()[target] = self.prefill.runner.buffer.as_bytes()[region.pages]
+        handoff.shipped += region.tokens
+
+    def assert_clean(self) -> None:
+        """Nothing is held by anybody any more."""
+        for engine in (self.decode, self.prefill):
+            assert engine.core.idle
+            assert not list(engine.core.holdings())
+            assert engine.pool.available_pages == engine.pool.total_pages

@@ -1,0 +1,207 @@
+"""PrefillCore: computes in chunks, ships while computing, and gives nothing back before it may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_rig import DECODE, GREEDY, Engine, prefill_engine, prompt_of
+
+from baton.common.engine.core_api import Drain
+from baton.common.engine.fake_runner import fake_generate
+from baton.common.errors import ErrorCode
+from baton.common.ids import HandoffId, HandoffKey, RequestId
+from baton.common.kv.census import OwnerClass
+from baton.common.messages import Failure, SamplingParams
+from baton.transfer.api import (
+    AbortSource,
+    FinishSource,
+    OfferReceived,
+    ShipRegion,
+    SourceAborted,
+    SourceReleased,
+    SourceStopping,
+)
+
+LOST = Failure(code=ErrorCode.INTERNAL, reason="peer lost")
+
+
+def key(number: int) -> HandoffKey:
+    return HandoffKey(HandoffId(number), 0)
+
+
+def offer(
+    number: int, tokens: np.ndarray, start: int = 0, sample: bool = True, sampling: SamplingParams = GREEDY
+) -> OfferReceived:
+    return OfferReceived(key(number), DECODE, RequestId(f"r{number}"), tokens, start, sample, sampling, 100.0)
+
+
+def finish(engine: Engine, effects: list[object]) -> list[object]:
+    """All effects until nothing is left to compute."""
+    effects = list(effects)
+    while (more := engine.step()) is not None:
+        effects += more
+    return effects
+
+
+def regions(effects: list[object], number: int) -> list[tuple[int, int]]:
+    return [(one.first_token, one.tokens) for one in effects if isinstance(one, ShipRegion) and one.key == key(number)]
+
+
+def assert_clean(engine: Engine) -> None:
+    assert engine.core.idle
+    assert not list(engine.core.holdings())
+    assert engine.pool.available_pages == engine.pool.total_pages
+
+
+def test_ships_each_chunk_and_finishes_with_the_first_token() -> None:
+    engine = prefill_engine(chunk_tokens=10)
+    effects = finish(engine, engine.handle(offer(1, prompt_of(21))))
+    assert regions(effects, 1) == [(0, 8), (8, 8), (16, 5)]
+    assert isinstance(effects[-1], FinishSource)
+    assert effects[-1].result.first_token == fake_generate(prompt_of(21), GREEDY, 1)[0]
+    (holding,) = engine.core.holdings()
+    assert holding.owner_class is OwnerClass.OUTGOING
+    engine.handle(SourceReleased(key(1)))
+    assert_clean(engine)
+    assert engine.pool.match_len(prompt_of(21)) == 20
+
+
+def test_start_is_shipped_from_but_computed_before() -> None:
+    engine = prefill_engine(chunk_tokens=8)
+    effects = finish(engine, engine.handle(offer(1, prompt_of(21), start=12)))
+    assert regions(effects, 1) == [(12, 4), (16, 5)]
+
+
+def test_cached_prefix_is_shipped_without_computing() -> None:
+    engine = prefill_engine()
+    finish(engine, engine.handle(offer(1, prompt_of(20))))
+    engine.handle(SourceReleased(key(1)))
+    longer = np.concatenate((prompt_of(20), prompt_of(7, 1)))
+    effects = engine.handle(offer(2, longer, start=4))
+    assert regions(effects, 2) == [(4, 16)]  # at once
+    effects = finish(engine, [])
+    assert engine.batches[-1].num_tokens == 7
+    assert regions(effects, 2) == [(20, 7)]
+    assert isinstance(effects[-1], FinishSource)
+    assert effects[-1].result.cached_tokens == 20
+    assert effects[-1].result.first_token == fake_generate(longer, GREEDY, 1)[0]
+
+
+def test_wholly_cached_needs_a_step_only_for_its_token() -> None:
+    engine = prefill_engine()
+    finish(engine, engine.handle(offer(1, prompt_of(20))))
+    engine.handle(SourceReleased(key(1)))
+    effects = engine.handle(offer(2, prompt_of(20), sample=False))
+    assert [type(one) for one in effects] == [ShipRegion, FinishSource]
+    assert engine.step() is None
+    effects = finish(engine, engine.handle(offer(3, prompt_of(20))))
+    assert engine.batches[-1].num_tokens == 4
+    assert effects[-1].result.first_token == fake_generate(prompt_of(20), GREEDY, 1)[0]  # type: ignore[attr-defined]
+
+
+def test_equal_prompts_in_flight_share_what_was_computed_first() -> None:
+    engine = prefill_engine(chunk_tokens=16)
+    effects = engine.handle(offer(1, prompt_of(32)))
+    effects += engine.handle(offer(2, prompt_of(32)))
+    finish(engine, effects)
+    assert sum(batch.num_tokens for batch in engine.batches) < 64
+    assert engine.pool.stats().owned_pages <= 1
+
+
+def test_one_budget_over_several_rows() -> None:
+    engine = prefill_engine(chunk_tokens=16)
+    for number in range(1, 6):
+        engine.handle(offer(number, prompt_of(6, number)))
+    effects = finish(engine, [])
+    assert all(batch.num_tokens <= 16 for batch in engine.batches)
+    assert engine.batches[0].num_rows == 3
+    assert [one.key for one in effects if isinstance(one, FinishSource)] == [key(number) for number in range(1, 6)]
+
+
+def test_waits_for_pages_and_never_half_way() -> None:
+    engine = prefill_engine(pages=12, chunk_tokens=64)
+    effects = engine.handle(offer(1, prompt_of(30)))
+    engine.handle(offer(2, prompt_of(30, 1)))
+    effects = finish(engine, effects)
+    assert engine.core.load().queued == 1
+    assert [type(one) for one in effects if not isinstance(one, ShipRegion)] == [FinishSource]
+    effects = finish(engine, engine.handle(SourceReleased(key(1))))
+    assert effects[-1].key == key(2)  # type: ignore[attr-defined]
+
+
+def test_prompt_that_never_fits_is_refused_at_once() -> None:
+    engine = prefill_engine(pages=12)
+    (abort,) = engine.handle(offer(1, prompt_of(49)))
+    assert isinstance(abort, AbortSource)
+    assert abort.failure.code is ErrorCode.PROMPT_TOO_LONG
+    engine.handle(SourceAborted(key(1), abort.failure))
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("when", ["draining", "full"])
+def test_refusals(when: str) -> None:
+    engine = prefill_engine(max_queued_requests=1, pages=8)
+    engine.handle(offer(1, prompt_of(30)))
+    engine.handle(offer(2, prompt_of(30, 2)))
+    if when == "draining":
+        engine.handle(Drain())
+    (abort,) = engine.handle(offer(3, prompt_of(4)))
+    assert isinstance(abort, AbortSource)
+    assert abort.failure.code is (ErrorCode.DRAINING if when == "draining" else ErrorCode.OVERLOADED)
+
+
+def test_stopping_computes_no_more_and_keeps_the_pages_until_proof() -> None:
+    engine = prefill_engine(chunk_tokens=8)
+    engine.handle(offer(1, prompt_of(30)))
+    engine.step()
+    engine.handle(SourceStopping(key(1), LOST))
+    assert engine.step() is None
+    (holding,) = engine.core.holdings()
+    assert holding.owner_class is OwnerClass.QUARANTINED
+    engine.handle(SourceAborted(key(1), LOST))
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("stopping_first", [False, True])
+def test_abort_during_a_step_frees_after_it(stopping_first: bool) -> None:
+    engine = prefill_engine(chunk_tokens=8)
+    engine.handle(offer(1, prompt_of(30)))
+    assert engine.launch()
+    if stopping_first:
+        engine.handle(SourceStopping(key(1), LOST))
+    engine.handle(SourceAborted(key(1), LOST))
+    assert list(engine.core.holdings())
+    assert engine.collect() == []
+    assert_clean(engine)
+
+
+def test_abort_reaches_the_queue() -> None:
+    engine = prefill_engine(pages=8)
+    engine.handle(offer(1, prompt_of(30)))
+    engine.handle(offer(2, prompt_of(30, 1)))
+    engine.handle(SourceAborted(key(2), LOST))
+    assert engine.core.load().queued == 0
+    finish(engine, [])
+    engine.handle(SourceReleased(key(1)))
+    assert_clean(engine)
+
+
+def test_deadline_gives_up_with_the_reason() -> None:
+    engine = prefill_engine(chunk_tokens=8)
+    engine.handle(offer(1, prompt_of(30)))
+    engine.step()
+    assert engine.core.next_deadline() == 100.0
+    (abort,) = engine.pass_time(100.0)
+    assert isinstance(abort, AbortSource)
+    assert abort.failure.code is ErrorCode.DEADLINE_EXCEEDED
+    assert engine.step() is None
+    engine.handle(SourceAborted(key(1), abort.failure))
+    assert_clean(engine)
+
+
+def test_receiver_committed_while_we_gave_up() -> None:
+    engine = prefill_engine()
+    finish(engine, engine.handle(offer(1, prompt_of(30))))
+    engine.pass_time(100.0)
+    engine.handle(SourceReleased(key(1)))
+    assert_clean(engine)
