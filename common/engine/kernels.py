@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 # -ffast-math would break the -inf of masked scores; these two change no result.
-FLAGS = "-O3 -std=c++17 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math".split()
+FLAGS = ["-O3", "-std=c++17", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 BUILD_TIMEOUT_S = 300
 MAX_HEAD_DIM = 512
 
@@ -83,10 +83,8 @@ class CompiledPagedAttention:
         tokens, q_heads, head_dim = query.shape
         _, num_layers, _, kv_heads, page_size, pool_dim = pool.shape
         assert query.dtype == key.dtype == value.dtype == pool.dtype, (query.dtype, key.dtype, pool.dtype)
-        assert key.shape == value.shape == (tokens, kv_heads, pool_dim) and head_dim == pool_dim, (
-            query.shape,
-            key.shape,
-        )
+        assert head_dim == pool_dim, (head_dim, pool_dim)
+        assert key.shape == value.shape == (tokens, kv_heads, head_dim), (key.shape, value.shape, pool.shape)
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
         args = _AttendArgs(
