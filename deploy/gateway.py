@@ -27,6 +27,7 @@ from baton.common.messages import Heartbeat, Load, Member, SamplingParams, Timel
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
+from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
 
 DRAINING_RETRY_AFTER_S = 1.0
@@ -63,41 +64,6 @@ class AnswerEnd:
 
 
 AnswerEvent = AnswerDelta | AnswerEnd
-
-
-class LaneUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pair of workers has handed over, as far as this gateway's requests tell."""
-
-    prefill_worker: str
-    decode_worker: str
-    lane: str
-    transfers: int
-    nbytes: int
-    seconds: float
-
-
-class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the cluster, as this gateway sees it."""
-
-    worker: str
-    role: str
-    incarnation: int
-    silent: bool
-    load: Load
-
-
-class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `baton status` shows."""
-
-    version: str
-    model: str
-    max_model_len: int
-    ready: bool
-    reason: str
-    requests: Load
-    workers: list[WorkerView]
-    lanes: list[LaneUse]
-    details: dict[str, object]
 
 
 @dataclass(slots=True)
@@ -241,10 +207,10 @@ class Gateway:
             if piece.stop is not None:
                 stopped = True
                 self._dispatch(self._core.finish(request_id, now))
-        if event.failure is not None:
-            raise RequestError(event.failure.code, event.failure.reason, None, event.retry_after_s)
-        finish_reason = event.finish_reason
+        finish_reason = "stop" if stopped else event.finish_reason
         if not stopped:
+            if event.failure is not None:
+                raise RequestError(event.failure.code, event.failure.reason, None, event.retry_after_s)
             rest = text.finish()
             finish_reason = "stop" if rest.stop is not None else finish_reason
             if rest.text:

@@ -62,10 +62,10 @@ class GatewayServer:
         self._thread.start()
         return self._started.result(timeout_s)
 
-    def call(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+    def begin(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """From another thread: runs `work` on the gateway's loop."""
         assert self._loop is not None, "not started"
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Closes the door and every connection."""

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import httpx
+
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, LivenessConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
@@ -149,6 +151,7 @@ class Served:
     gateway: Gateway
     server: GatewayServer
     worker: Loopback
+    http: httpx.Client
 
 
 @contextlib.contextmanager
@@ -171,6 +174,7 @@ def serving(worker: Loopback | None = None, *, members: bool = True, **settings:
     if members:
         worker.membership()
     try:
-        yield Served(server.url, gateway, server, worker)
+        with httpx.Client(base_url=server.url, timeout=20) as http:
+            yield Served(server.url, gateway, server, worker, http)
     finally:
         server.stop()

@@ -1,0 +1,44 @@
+"""What a gateway tells of itself and its cluster: the body of `GET /status`, read by `baton status` and the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from baton.common.messages import Load
+
+
+class LaneUse(Struct, frozen=True, kw_only=True):
+    """What one pair of workers has handed over on one lane, as far as this gateway's requests tell."""
+
+    prefill_worker: str
+    decode_worker: str
+    lane: str
+    transfers: int
+    nbytes: int
+    seconds: float
+
+
+class WorkerView(Struct, frozen=True, kw_only=True):
+    """One process of the cluster, as this gateway sees it."""
+
+    worker: str
+    role: str
+    incarnation: int
+    silent: bool
+    load: Load
+
+
+class GatewayStatus(Struct, frozen=True, kw_only=True):
+    """`requests.running` are this gateway's own; `details` are the workers' own accounts (page census), by worker."""
+
+    version: str
+    model: str
+    max_model_len: int
+    ready: bool
+    reason: str
+    requests: Load
+    workers: list[WorkerView]
+    lanes: list[LaneUse]
+    details: dict[str, Any]

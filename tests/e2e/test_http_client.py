@@ -1,0 +1,153 @@
+"""`baton.client` against a served gateway: answers, streams, jobs, errors, and hanging up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from http_loopback import Loopback, Served, saying, serving
+
+from baton.client import AsyncClient, Client, ClusterUnreachable, ErrorCode, RequestError
+from baton.common.messages import Load
+
+TEXT = "Hello wörld €😀!"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(Loopback(script=saying(TEXT))) as served:
+        yield served
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Client]:
+    with Client(served.url) as client:
+        yield client
+
+
+def test_chat_and_complete(client: Client) -> None:
+    answer = client.chat([{"role": "user", "content": "hi"}])
+    assert (answer.text, answer.finish_reason) == (TEXT, "stop")
+    assert answer.completion_tokens == len(TEXT.encode()) + 1
+    assert answer.timeline.lane == "local"
+    assert answer.cached_tokens == 1
+    assert client.chat("hi").text == TEXT
+    assert client.complete("x", max_tokens=5).text == "Hello"
+    assert client.complete([1, 2, 3], max_tokens=5).prompt_tokens == 3
+    assert client.model() == "fake"
+
+
+def test_a_stream_gives_text_and_then_the_answer(client: Client) -> None:
+    stream = client.stream([{"role": "user", "content": "hi"}])
+    parts = list(stream)
+    assert len(parts) > 5
+    assert "".join(parts) == stream.answer.text == TEXT
+
+
+def test_jobs_run_at_the_same_time(client: Client) -> None:
+    jobs = [client.submit(f"prompt {n}", max_tokens=100) for n in range(20)]
+    assert [job.result(10).text for job in jobs] == [TEXT] * 20
+    assert all(job.done() for job in jobs)
+
+
+def test_map_keeps_the_order(client: Client) -> None:
+    answers = client.map([[65] * n for n in range(1, 30)], concurrency=4, max_tokens=3)
+    assert [answer.prompt_tokens for answer in answers] == list(range(1, 30))
+
+
+def test_cancelling_a_job_hangs_up() -> None:
+    with serving(Loopback(script=saying("x" * 200), pace_s=0.05)) as served, Client(served.url) as client:
+        job = client.submit("x", max_tokens=100)
+        stream = client.stream("y", max_tokens=100)
+        next(iter(stream))
+        assert job.cancel()
+        assert served.worker.cancelled.wait(5)
+        with pytest.raises(CancelledError):
+            job.result(5)
+        served.worker.cancelled.clear()
+        stream.close()
+        assert served.worker.cancelled.wait(5)
+
+
+def test_closing_the_client_ends_what_runs() -> None:
+    with serving(Loopback(script=saying("x" * 200), pace_s=0.05)) as served:
+        client = Client(served.url)
+        job = client.submit("x", max_tokens=100)
+        next(iter(client.stream("y", max_tokens=100)))
+        client.close()
+        client.close()
+        with pytest.raises(CancelledError):
+            job.result(5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "code", "field"),
+    [
+        ("", {}, ErrorCode.INVALID_REQUEST, "prompt"),
+        ("x", {"temperature": -1}, ErrorCode.INVALID_REQUEST, "temperature"),
+        ("x" * 300, {}, ErrorCode.PROMPT_TOO_LONG, "prompt"),
+        ("x", {"temprature": 1}, ErrorCode.INVALID_REQUEST, "temprature"),
+    ],
+)
+def test_refusals_are_typed(client: Client, prompt: str, params: Any, code: ErrorCode, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        client.complete(prompt, **params)
+    assert (caught.value.code, caught.value.field) == (code, field)
+
+
+def test_an_unknown_model(served: Served) -> None:
+    with Client(served.url, model="other") as client, pytest.raises(RequestError) as caught:
+        client.chat("hi")
+    assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+
+
+def test_a_failure_in_the_middle_of_a_stream_is_raised() -> None:
+    with serving(Loopback(script=saying(TEXT), failure_after=3)) as served, Client(served.url) as client:
+        stream = client.stream("x")
+        with pytest.raises(RequestError) as caught:
+            list(stream)
+        assert caught.value.code is ErrorCode.TRANSFER_CORRUPT
+
+
+def test_nobody_there_is_said_in_words() -> None:
+    with Client("http://127.0.0.1:9", timeout_s=2) as client, pytest.raises(ClusterUnreachable, match="nobody answers"):
+        client.chat("hi")
+
+
+def test_a_full_cluster_is_tried_again() -> None:
+    with serving(Loopback(script=saying("abcdef"), pace_s=0.05), max_inflight_requests=1) as served:
+        with Client(served.url, retries=5) as client:
+            jobs = [client.submit("x") for _ in range(2)]
+            assert [job.result(20).text for job in jobs] == ["abcdef"] * 2
+        with Client(served.url, retries=0) as client:
+            held = client.stream("x")
+            next(iter(held))
+            with pytest.raises(RequestError) as caught:
+                client.complete("x")
+            assert caught.value.code is ErrorCode.OVERLOADED
+            assert caught.value.retry_after_s == 1
+            held.close()
+
+
+def test_status(served: Served, client: Client) -> None:
+    served.worker.heartbeat(Load(running=2))
+    status = client.status()
+    assert status.ready
+    assert {worker.worker: worker.load.running for worker in status.workers} == {"decode-0": 2, "prefill-0": 0}
+
+
+def test_the_async_client(served: Served) -> None:
+    async def use() -> None:
+        async with AsyncClient(served.url) as client:
+            assert (await client.chat("hi")).text == TEXT
+            async with client.stream("x", max_tokens=100) as stream:
+                assert "".join([text async for text in stream]) == TEXT
+                assert stream.answer.text == TEXT
+            answers = await client.map(["a", "b"], max_tokens=2)
+            assert [answer.text for answer in answers] == ["He", "He"]
+            assert (await client.status()).model == "fake"
+
+    asyncio.run(use())
