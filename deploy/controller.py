@@ -13,9 +13,10 @@ import os
 import secrets
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
@@ -42,7 +43,8 @@ from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.process import ProcessSpec, die_with_parent, register_process
 
 CONTROLLER = WorkerId("controller")
-REBUILD_ANSWER_TIMEOUT_S = 10.0
+REBUILD_ANSWER_TIMEOUT_S = 5.0
+"""A process that does not answer by then is killed. Answering takes a free thread, also while it loads."""
 RAY_THREADS = 8
 MAX_REJECTED_PEERS = 16
 
@@ -91,8 +93,8 @@ class ControllerLoop:
         self._config = plan.config
         self._seats = {seat.spec.worker: seat for seat in plan.seats}
         self._clock = MonotonicClock()
-        # Its incarnation only has to grow from one controller to the next, and nothing outlives it to ask.
-        self._stamp = Stamp(CONTROLLER, int(time.time()), Epoch(secrets.randbits(62) + 1))
+        # Views of successive controllers are ordered by their version; there is nobody to count incarnations.
+        self._stamp = Stamp(CONTROLLER, 1, Epoch(secrets.randbits(62) + 1))
         self._mesh = Mesh(self._stamp, plan.config.bind_host, plan.keys)
         self._core: ControllerCore | None = None
         self._peers: dict[WorkerId, Member] = {}
@@ -174,17 +176,17 @@ class ControllerLoop:
                 core.adopt(process.report.member, now)
         self._core = core
         for process in known:
-            self._pool.submit(self._rejoin, process.worker, process.incarnation)
+            self._in_pool(self._rejoin, process.worker, process.incarnation)
         _log.info("controller_started", adopted=len(known), version=first_version, address=self._mesh.address)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case StartWorker():
-                    self._pool.submit(self._start_process, effect.spec, effect.incarnation)
+                    self._in_pool(self._start_process, effect.spec, effect.incarnation)
                 case KillWorker():
                     _log.warning("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
-                    self._pool.submit(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
+                    self._in_pool(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
                 case Publish():
                     self._publish(effect.membership)
                 case Reply():
@@ -240,6 +242,10 @@ class ControllerLoop:
         self._inbox.append(event)
         self._mesh.wake()
 
+    def _in_pool(self, function: Callable[..., None], *arguments: object) -> None:
+        """Ray's calls block: they run beside the loop. One that fails in an unforeseen way is a bug like any other."""
+        self._pool.submit(function, *arguments).add_done_callback(_end_on_bug)
+
     # ------------------------------------------------------------------------------ on pool threads
 
     def _start_process(self, spec: SeatSpec, incarnation: int) -> None:
@@ -257,7 +263,7 @@ class ControllerLoop:
         )
         try:
             handle = ray_side.create_process(process, seat.class_path, seat.num_cpus)
-        except (ray.exceptions.RayError, ValueError) as error:
+        except (ray.exceptions.RayError, ValueError, ImportError) as error:
             self._on_started(worker, incarnation, str(error))
             return
         ray_side.watch_process(
@@ -281,7 +287,7 @@ class ControllerLoop:
             self._post(lambda now: self._live_core.on_start_failed(worker, incarnation, failure, now))
 
     def _on_ray_death(self, worker: WorkerId, incarnation: int) -> None:
-        self._pool.submit(self._prove_dead, worker, incarnation, "process died")
+        self._in_pool(self._prove_dead, worker, incarnation, "process died")
 
     def _prove_dead(self, worker: WorkerId, incarnation: int, reason: str) -> None:
         try:
@@ -295,6 +301,13 @@ class ControllerLoop:
         else:
             _log.info("proven_dead", worker=worker, incarnation=incarnation, reason=reason)
             self._post(lambda now: self._live_core.on_dead(worker, incarnation, now, reason))
+
+
+def _end_on_bug(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None:
+        _log.error("controller_failed", error="".join(traceback.format_exception(error)))
+        os._exit(FATAL_EXIT_CODE)
 
 
 class ControllerActor:

@@ -30,8 +30,7 @@ from baton.common.ids import WorkerId
 from baton.common.model.spec import resolve_source
 from baton.deploy.controller import CONTROLLER, ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_core import SeatSpec
-from baton.deploy.ray_side import find_process, reap_strangers
-from baton.transfer.actor import CONCURRENCY_GROUPS
+from baton.deploy.ray_side import create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import actor_name, new_run_dir
 
@@ -43,6 +42,9 @@ CLASS_PATHS: Mapping[str, str] = {
 }
 OBJECT_STORE_BYTES = 100_000_000
 """The object store is not on the token path; Ray wants at least 75 MB."""
+LOCAL_NODE_ADDRESS = "127.0.0.2"
+"""A local Ray's own address. Loopback, so that it survives a change of networks and most of its ports stay private;
+not 127.0.0.1, which Ray replaces by the host's outward address."""
 CALL_TIMEOUT_S = 30.0
 PROGRESS_INTERVAL_S = 0.3
 
@@ -170,18 +172,7 @@ def launch(
     try:
         if find_process(config.cluster, CONTROLLER) is not None:
             raise ConfigError("cluster", config.cluster, "a cluster of this name is running on this Ray")
-        controller = (
-            ray.remote(ControllerActor)
-            .options(
-                name=CONTROLLER,
-                namespace=config.cluster,
-                lifetime="detached",
-                max_restarts=-1,
-                num_cpus=0,
-                concurrency_groups=CONCURRENCY_GROUPS,
-            )
-            .remote(plan)
-        )
+        controller = create_actor(ControllerActor, plan, config.cluster, CONTROLLER, num_cpus=0, max_restarts=-1)
         handle = ClusterHandle(plan, controller, owns_ray)
         on_progress("starting the controller")
         _wait_first_ready(handle, on_progress)
@@ -241,7 +232,7 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
         num_gpus=0,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=LOCAL_NODE_ADDRESS,
         _temp_dir=temp_dir,
         **common,
     )

@@ -43,15 +43,23 @@ def load_class(path: str) -> type[object]:
 
 def create_process(spec: ProcessSpec, class_path: str, num_cpus: float) -> ActorHandle:
     """A detached actor that Ray never restarts: its successor gets another incarnation, from the controller."""
+    cluster = spec.config.cluster
+    return create_actor(load_class(class_path), spec, cluster, spec.name, num_cpus=num_cpus, max_restarts=0)
+
+
+def create_actor(
+    cls: type[object], argument: object, cluster: str, name: str, *, num_cpus: float, max_restarts: int
+) -> ActorHandle:
+    """Detached: it outlives whoever creates it."""
     options: dict[str, Any] = {
-        "name": spec.name,
-        "namespace": spec.config.cluster,
+        "name": name,
+        "namespace": cluster,
         "lifetime": "detached",
-        "max_restarts": 0,
+        "max_restarts": max_restarts,
         "num_cpus": num_cpus,
         "concurrency_groups": CONCURRENCY_GROUPS,
     }
-    return ray.remote(load_class(class_path)).options(**options).remote(spec)
+    return ray.remote(**options)(cls).remote(argument)
 
 
 def watch_process(handle: ActorHandle, on_started: Callable[[str], None], on_dead: Callable[[], None]) -> None:
