@@ -33,7 +33,10 @@ class PageAllocator:
             return None
         top = self.free_pages - count
         pages = self._stack[top : self.free_pages].copy()
-        self._is_free[pages] = False
+        if count == 1:  # a decode step with page size 1 comes here once per running request
+            self._is_free[pages.item()] = False
+        else:
+            self._is_free[pages] = False
         self.free_pages = top
         return pages
 

@@ -197,19 +197,13 @@ class KvPool:
         record = holder.kv
         if record is None:
             cap = new_len - 1 if max_prefix is None else min(max_prefix, new_len)
-            made = self._create(holder, self._capped(tokens, cap), allocated=new_len)
-            if isinstance(made, Refused):
-                return made
-            made.kv_committed_len = new_len
-            return made.cache_protected_len
+            made = self._create(holder, self._capped(tokens, cap), new_len, committed=new_len)
+            return made if isinstance(made, Refused) else made.prefix_len
         start = record.kv_committed_len
         if new_len < start:
             raise OwnershipError(f"cannot extend {record!r} back to {new_len}")
-        grown = self._grow(record, max(new_len, record.kv_allocated_len))
-        if grown is not None:
-            return grown
-        record.kv_committed_len = new_len
-        return start
+        grown = self._grow(record, max(new_len, record.kv_allocated_len), committed=new_len)
+        return grown if isinstance(grown, Refused) else start
 
     def prepare_for_decode(self, holder: KvHolder, n: int = 1) -> Extended | Refused:
         """Makes room for `n` more tokens: committed += n, allocated += n. Called once per running request and step."""
@@ -223,10 +217,9 @@ class KvPool:
             return _EXTENDED_IN_PLACE
         if new > self._longest:
             return Refused(RefusalReason.TOO_LONG)
-        grown = self._grow(record, new)
-        if grown is not None:
+        grown = self._grow(record, new, committed=record.kv_committed_len + n)
+        if isinstance(grown, Refused):
             return grown
-        record.kv_committed_len += n
         return _EXTENDED_BY_ONE if pages == 1 else Extended(pages)
 
     def pre_alloc(self, holder: KvHolder, tokens: TokenIds, fill_len: int, max_prefix: int) -> PreAllocated | Refused:
@@ -239,16 +232,14 @@ class KvPool:
             return Refused(RefusalReason.TOO_LONG)
         record = holder.kv
         if record is None:
-            made = self._create(holder, self._capped(tokens, min(max_prefix, fill_len)), allocated=fill_len)
-            if isinstance(made, Refused):
-                return made
-            record = made
-        else:
-            grown = self._grow(record, max(fill_len, record.kv_allocated_len))
-            if grown is not None:
-                return grown
-        prefix_len = page_floor(min(record.kv_committed_len, fill_len), self.page_size)
-        return PreAllocated(prefix_len, self.pages_of(record, prefix_len, fill_len))
+            return self._create(holder, self._capped(tokens, min(max_prefix, fill_len)), fill_len, committed=None)
+        committed, allocated = record.kv_committed_len, record.kv_allocated_len
+        start = page_floor(min(committed, fill_len), self.page_size)
+        promised = self.pages_of(record, start, min(allocated, fill_len))
+        grown = self._grow(record, max(fill_len, allocated), committed=committed)
+        if isinstance(grown, Refused):
+            return grown
+        return PreAllocated(start, np.concatenate((promised, grown)))
 
     def commit_incoming(self, record: ReqKvInfo, landed_until: int) -> None:
         """The bytes of [0, landed_until) are in the record's pages and verified: committed advances to there."""
@@ -289,12 +280,19 @@ class KvPool:
             locked = slice(whole_pages(kept.locked.start, self.page_size), whole_pages(kept.locked.end, self.page_size))
             self.transitions.record("row -> cached", entries[locked], row)
 
-    def release_kv_cache(self, holder: KvHolder, tokens: TokenIds, is_insert: bool = True) -> None:
-        """Ends the record: what is committed goes to the tree (when `is_insert`), all else is freed, the lock and the
-        row are returned, and the holder owns nothing. Consumes the record."""
+    def release_kv_cache(
+        self, holder: KvHolder, tokens: TokenIds, is_insert: bool = True, *, effective_len: int | None = None
+    ) -> None:
+        """Ends the record: its KV goes to the tree (when `is_insert`), all else is freed, the lock and the row are
+        returned, and the holder owns nothing. Consumes the record.
+
+        `effective_len` says how much of what is committed may be kept (default all): a step that was planned but not
+        computed, or tokens behind a stop, are not.
+        """
         record = _owned(holder)
         self._assert_consistent(record)
-        effective = record.kv_committed_len
+        effective = record.kv_committed_len if effective_len is None else effective_len
+        effective = max(effective, record.cache_protected_len)
         self.cache_finished_req(holder, tokens, is_insert, kv_len_to_handle=effective)
         record = take_kv(holder)
         row, allocated = record.req_pool_idx, record.kv_allocated_len
@@ -329,8 +327,10 @@ class KvPool:
     def _capped(self, tokens: TokenIds, most: int) -> I32:
         return _as_array(tokens)[: max(0, page_floor(most, self.page_size))]
 
-    def _create(self, holder: KvHolder, prefix_tokens: I32, allocated: int) -> ReqKvInfo | Refused:
-        """Lock, row, pages, record: in this order, and backwards when one of them fails."""
+    def _create(
+        self, holder: KvHolder, prefix_tokens: I32, allocated: int, committed: int | None
+    ) -> PreAllocated | Refused:
+        """Lock, row, pages, record: in this order, and backwards when one of them fails. `committed` None: prefix."""
         with ExitStack() as undo:
             lease = self.prefix.lock(self.prefix.match_prefix(prefix_tokens))
             if lease is not None:
@@ -348,32 +348,34 @@ class KvPool:
             if lease is not None:
                 self.rows.write(row, 0, self.prefix.pages(lease))
             self.rows.write(row, prefix_pages, pages)
-            record = ReqKvInfo(
+            if self.transitions is not None:
+                self.transitions.record("free -> row", pages, row)
+            holder.kv = ReqKvInfo(
                 req_pool_idx=row,
                 cache_protected_len=prefix_len,
-                kv_committed_len=prefix_len,
+                kv_committed_len=prefix_len if committed is None else committed,
                 kv_allocated_len=allocated,
                 prefix_lock=lease,
             )
-            if self.transitions is not None:
-                self.transitions.record("free -> row", pages, row)
-            holder.kv = record
             undo.pop_all()
-            return record
+            return PreAllocated(prefix_len, pages)
 
-    def _grow(self, record: ReqKvInfo, allocated: int) -> Refused | None:
+    def _grow(self, record: ReqKvInfo, allocated: int, committed: int) -> I32 | Refused:
+        """The new pages, in the row; both lengths are set with them."""
         have = pages_for_tokens(record.kv_allocated_len, self.page_size)
         pages = self._obtain(pages_for_tokens(allocated, self.page_size) - have)
         if isinstance(pages, Refused):
             return pages
-        with ExitStack() as undo:
-            undo.callback(self.allocator.free, pages)
+        try:
             self.rows.write(record.req_pool_idx, have, pages)
-            undo.pop_all()
+            if self.transitions is not None:
+                self.transitions.record("free -> row", pages, record.req_pool_idx)
+        except BaseException:
+            self.allocator.free(pages)
+            raise
         record.kv_allocated_len = allocated
-        if self.transitions is not None:
-            self.transitions.record("free -> row", pages, record.req_pool_idx)
-        return None
+        record.kv_committed_len = committed
+        return pages
 
     def _obtain(self, count: int) -> I32 | Refused:
         """Evicts exactly the shortfall, and only when that is enough."""

@@ -53,4 +53,6 @@ class ChunkCache:
             raise InvariantViolation(f"{held} records hold leases that a ChunkCache never gave out")
 
     def stats(self) -> PrefixStats:
-        return PrefixStats(nodes=0, leases=0, evictable_pages=0, locked_pages=0, evicted_pages_total=0)
+        return PrefixStats(
+            nodes=0, leases=0, evictable_pages=0, locked_pages=0, eviction_queue=0, evicted_pages_total=0
+        )

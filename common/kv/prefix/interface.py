@@ -85,12 +85,13 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """Gauges in pages and nodes; counters since start."""
+    """Gauges in pages, nodes and entries of the eviction queue (stale ones included); counters since start."""
 
     nodes: int
     leases: int
     evictable_pages: int
     locked_pages: int
+    eviction_queue: int
     evicted_pages_total: int
 
 
@@ -112,7 +113,8 @@ class PrefixCache(Protocol):
         ...
 
     def lock(self, match: PrefixMatch) -> PrefixLease | None:
-        """A lease over exactly the match; None when part of it was evicted since, or when it is empty."""
+        """A lease over exactly the match; None when it is empty, or when part of it (or of what lay behind it) was
+        evicted since."""
         ...
 
     def unlock(self, lease: PrefixLease) -> None:

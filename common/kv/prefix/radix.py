@@ -122,7 +122,7 @@ class RadixCache:
             return None
         node = match.node
         if node.parent is None or node.end < match.end:
-            return None  # evicted since, or its tail was
+            return None  # it was evicted since, or its tail was; asking again is the caller's to do
         while node.end - len(node.pages) >= match.end:  # split since: the match ends in a node above
             assert node.parent is not None
             node = node.parent
@@ -256,6 +256,7 @@ class RadixCache:
             leases=self._leases,
             evictable_pages=self.evictable_pages,
             locked_pages=self.locked_pages,
+            eviction_queue=len(self._heap),
             evicted_pages_total=self._evicted_total,
         )
 
