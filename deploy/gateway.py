@@ -1,325 +1,212 @@
-"""The gateway's shell around `GatewayCore`: prompts in, text out, on one asyncio loop.
+"""The gateway process: HTTP on one thread, the cluster's sockets on another, and the Ray actor around them.
 
-Owns: the core, its timer, one queue per running answer, and what is known of the cluster for health and status. Never:
-speaks HTTP (`http_app.py`), or decides anything about a request (the core does). Everything here runs on the loop's
-thread; `deliver` is the one door for other threads.
+Owns: the wiring of `GatewayServer`, `Gateway`, `GatewayCore` and `IoThread`, and what the controller asks of a process.
+Never: decides anything, or holds a lock on the way of a token.
 
-An answer's queue is bounded by what the request may produce (`max_tokens`); a client that reads slowly delays nobody.
+`GatewayProcess` is the whole of it without Ray; `GatewayActor` adds what Ray and the controller need.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 
-import msgspec
-import numpy as np
+import ray
 
-from baton.common.clock import Clock
-from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
-from baton.common.errors import ErrorCode, RequestError
-from baton.common.ids import RequestId, WorkerId
-from baton.common.messages import Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
-from baton.deploy.detokenize import AnswerText, Piece
-from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
-from baton.deploy.gateway_metrics import GatewayMetrics
-from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
-from baton.deploy.tokenizer import ServedModel
+from baton.common.clock import MonotonicClock
+from baton.common.config import ClusterConfig
+from baton.common.errors import BatonError
+from baton.common.ids import Stamp
+from baton.common.log import EventLog, configure_logging
+from baton.common.messages import Load
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_shell import Gateway
+from baton.deploy.http_server import GatewayServer, open_listener
+from baton.deploy.ray_side import find_process
+from baton.deploy.status import GatewayStatus
+from baton.deploy.tokenizer import ServedModel, load_served_model
+from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
+from baton.transfer.io import IoThread, Rejected
+from baton.transfer.mesh import ClusterKeys
+from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 
-DRAINING_RETRY_AFTER_S = 1.0
+STATUS_TIMEOUT_S = 3.0
+ADMISSION_WAIT_S = 1.0
 
-WorkerStatuses = Callable[[], Awaitable[Mapping[str, object]]]
-"""Each worker's own, detailed account of itself (its page census); asked for `/status`, never for a request."""
-
-
-async def no_worker_statuses() -> Mapping[str, object]:
-    """For a gateway that runs without Ray: it knows what heartbeats say, and nothing more."""
-    return {}
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """More of the answer. `text` may be "" while a character or a possible stop string is incomplete."""
-
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+_log = EventLog("baton.gateway")
+Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerEnd:
-    """How it ended, well. (A request that ends badly raises RequestError instead.)"""
-
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    ttft_s: float | None
-    total_s: float
-    placements: int
-    timeline: Timeline
+class NotAdmitted(BatonError):
+    """The controller does not let this process in."""
 
 
-AnswerEvent = AnswerDelta | AnswerEnd
-
-
-@dataclass(slots=True)
-class _Running:
-    """One answer in the making. `arrived` holds the core's effects for it."""
-
-    arrived: asyncio.Queue[TokensArrived | RequestEnded] = field(default_factory=asyncio.Queue)
-
-
-class Gateway:
-    """`answer` for requests; `deliver` for what the cluster says; `post` sends to it."""
+class GatewayProcess:
+    """One gateway, from its listening socket to the cluster's mesh. Raises ConfigError when its port is taken or its
+    model cannot be read."""
 
     def __init__(
         self,
-        core: GatewayCore,
-        model: ServedModel,
-        post: Callable[[SendTo], None],
-        clock: Clock,
+        stamp: Stamp,
+        config: ClusterConfig,
+        keys: ClusterKeys | None,
+        controller_address: str,
         *,
-        version: str,
-        stuck_after_s: float,
-        worker_statuses: WorkerStatuses = no_worker_statuses,
+        on_progress: Progress = lambda line: None,
+        worker_statuses: Callable[[IoThread], Mapping[str, object]] = lambda io: {},
     ) -> None:
-        """Must be made on the loop that it shall run on."""
-        self.model = model
-        self.metrics = GatewayMetrics()
-        self._core = core
-        self._post = post
-        self._clock = clock
-        self._version = version
-        self._stuck_after_s = stuck_after_s
+        listener = open_listener(config.gateway.host, config.gateway.port)
+        on_progress("loading the tokenizer")
+        self._model = load_served_model(config)
+        self._config = config
         self._worker_statuses = worker_statuses
-        self._loop = asyncio.get_running_loop()
-        self._running: dict[RequestId, _Running] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = float("inf")
-        self._members: dict[WorkerId, Member] = {}
-        self._loads: dict[WorkerId, Load] = {}
-        self._silent: frozenset[WorkerId] = frozenset()
-        self._lanes: dict[tuple[str, str, str], LaneUse] = {}
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    # -------------------------------------------------------------------------------------- the cluster
-
-    def deliver(self, event: object) -> None:
-        """From any thread: a worker's message or a new view of the cluster."""
-        assert isinstance(event, FromPeer | MembershipView), event
-        self._loop.call_soon_threadsafe(self._on_event, event)
-
-    def _on_event(self, event: FromPeer | MembershipView) -> None:
-        if isinstance(event, MembershipView):
-            self._members = {member.stamp.worker: member for member in event.members}
-            self._silent = event.silent
-            self._loads = {worker: load for worker, load in self._loads.items() if worker in self._members}
-            self._lanes = {pair: use for pair, use in self._lanes.items() if {*pair[:2]} <= self._members.keys()}
-        elif isinstance(event.body, Heartbeat):
-            self._loads[event.sender.worker] = event.body.load
-        self._dispatch(self._core.handle(event, self._clock.now()))
-
-    def _on_timer(self) -> None:
-        self._timer, self._timer_at_s = None, float("inf")
-        self._dispatch(self._core.on_timer(self._clock.now()))
-
-    def _dispatch(self, effects: list[GatewayEffect]) -> None:
-        for effect in effects:
-            if isinstance(effect, SendTo):
-                self._post(effect)
-            elif (running := self._running.get(effect.request_id)) is not None:
-                running.arrived.put_nowait(effect)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        """One timer, for the earliest deadline. A deadline that moved away costs one early call, no more."""
-        due_s = self._core.next_deadline()
-        if due_s is None or due_s >= self._timer_at_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at_s = due_s
-        self._timer = self._loop.call_later(max(0.0, due_s - self._clock.now()), self._on_timer)
-
-    # ------------------------------------------------------------------------------------------ answers
-
-    async def answer(
-        self,
-        request_id: RequestId,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        stops: Sequence[str],
-        timeout_s: float,
-    ) -> AsyncGenerator[AnswerEvent, None]:
-        """Deltas, then one AnswerEnd. Raises RequestError when the request ends without its answer. Closing the
-        iterator cancels the request."""
-        if self._draining:
-            reason = "this gateway is shutting down"
-            raise RequestError(ErrorCode.DRAINING, reason, retry_after_s=DRAINING_RETRY_AFTER_S)
-        self._running[request_id] = running = _Running()
-        self._idle.clear()
-        outcome = "cancelled"
-        try:
-            arrived_s = self._clock.now()
-            ids = np.asarray(prompt, dtype=np.int32)
-            self._dispatch(self._core.submit(request_id, ids, sampling, timeout_s, arrived_s))
-            async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
-                async for event in events:
-                    if isinstance(event, AnswerEnd):
-                        outcome = event.finish_reason
-                        self._account(event)
-                    yield event
-        except RequestError as error:
-            outcome = str(error.code)
-            raise
-        finally:
-            del self._running[request_id]
-            self._dispatch(self._core.cancel(request_id, self._clock.now()))  # nothing to do when it has ended
-            self.metrics.ended(outcome)
-            if not self._running:
-                self._idle.set()
-
-    async def _events(
-        self, request_id: RequestId, running: _Running, prompt_tokens: int, stops: Sequence[str], arrived_s: float
-    ) -> AsyncGenerator[AnswerEvent, None]:
-        text = AnswerText(self.model.tokenizer, stops)
-        completion_tokens, ttft_s, last_s, stopped = 0, None, arrived_s, False
-        while True:
-            event = await running.arrived.get()
-            now = self._clock.now()
-            if isinstance(event, RequestEnded):
-                break
-            if stopped:
-                continue  # the core has not told its end yet; what came in between is behind the stop string
-            if ttft_s is None:
-                ttft_s = now - arrived_s
-            self.metrics.tokens(len(event.tokens), now - last_s, first=completion_tokens == 0)
-            last_s = now
-            piece = text.push(event.tokens)
-            completion_tokens += piece.tokens_used
-            yield _delta(event, piece)
-            if piece.stop is not None:
-                stopped = True
-                self._dispatch(self._core.finish(request_id, now))
-        finish_reason = "stop" if stopped else event.finish_reason
-        if not stopped:
-            if event.failure is not None:
-                raise RequestError(event.failure.code, event.failure.reason, None, event.retry_after_s)
-            rest = text.finish()
-            finish_reason = "stop" if rest.stop is not None else finish_reason
-            if rest.text:
-                yield AnswerDelta(rest.text, (), ())
-        yield AnswerEnd(
-            finish_reason=finish_reason,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            ttft_s=ttft_s,
-            total_s=now - arrived_s,
-            placements=event.placements,
-            timeline=event.timeline or Timeline(),
+        self._gateway: Gateway | None = None
+        self.io = IoThread(
+            stamp,
+            "gateway",
+            config,
+            None,
+            keys,
+            self._on_event,
+            controller_address=controller_address,
+            load=self._load,
         )
-
-    def _account(self, end: AnswerEnd) -> None:
-        timeline = end.timeline
-        self.metrics.finished(timeline, end.total_s)
-        if timeline.lane:
-            pair = (timeline.prefill_worker, timeline.decode_worker, timeline.lane)
-            old = self._lanes.get(pair)
-            self._lanes[pair] = LaneUse(
-                prefill_worker=pair[0],
-                decode_worker=pair[1],
-                lane=pair[2],
-                transfers=(old.transfers if old else 0) + 1,
-                nbytes=(old.nbytes if old else 0) + timeline.transfer_bytes,
-                seconds=(old.seconds if old else 0.0) + timeline.transfer_s,
-            )
-
-    # ------------------------------------------------------------------------------------ health, status
-
-    def readiness(self) -> tuple[bool, str]:
-        """(a request that comes now can be placed, why not)."""
-        if self._draining:
-            return False, "shutting down"
-        if not self._decode_workers():
-            return False, "no decode worker has registered"
-        if all(worker in self._silent for worker in self._decode_workers()):
-            return False, "no decode worker answers"
-        return True, ""
-
-    def health(self) -> tuple[bool, str]:
-        """(a request that comes now can be *finished*, why not): an engine that is stuck in a step answers, too."""
-        ready, reason = self.readiness()
-        turning = [
-            worker
-            for worker in self._decode_workers()
-            if worker not in self._silent and self._load_of(worker).step_age_s <= self._stuck_after_s
-        ]
-        return (ready, reason) if not ready or turning else (False, "every decode worker is stuck in a step")
-
-    def metrics_page(self) -> bytes:
-        states = Counter(
-            (member.role, "silent" if worker in self._silent else "live") for worker, member in self._members.items()
-        )
-        return self.metrics.page(len(self._running), states)
-
-    def _decode_workers(self) -> list[WorkerId]:
-        return [worker for worker, member in self._members.items() if member.role == "decode"]
-
-    def _load_of(self, worker: WorkerId) -> Load:
-        return self._loads.get(worker, self._members[worker].load)
-
-    async def status(self) -> GatewayStatus:
-        ready, reason = self.readiness()
-        return GatewayStatus(
-            version=self._version,
-            model=self.model.name,
-            max_model_len=self.model.max_model_len,
-            ready=ready,
-            reason=reason,
-            requests=self._core.load(),
-            workers=[
-                WorkerView(
-                    worker=worker,
-                    role=member.role,
-                    incarnation=member.stamp.incarnation,
-                    silent=worker in self._silent,
-                    load=self._load_of(worker),
-                )
-                for worker, member in sorted(self._members.items())
-            ],
-            lanes=[use for _, use in sorted(self._lanes.items())],
-            details=dict(await self._worker_statuses()),
-        )
+        self._server = GatewayServer(listener, config.gateway, self._make_gateway)
+        on_progress(f"listening at {self._server.url}")
 
     @property
-    def version(self) -> str:
-        return self._version
+    def url(self) -> str:
+        return self._server.url
 
-    def load(self) -> Load:
-        """For this gateway's heartbeat. Loop thread."""
-        return msgspec.structs.replace(self._core.load(), draining=self._draining)
+    @property
+    def model(self) -> ServedModel:
+        return self._model
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new and waits for what runs. False: some of it did not end in time."""
-        self._draining = True
+    def start(self) -> None:
+        """Serves HTTP, and joins the cluster: raises NotAdmitted when the controller refuses."""
+        self._gateway = self._server.start()
+        self.io.start()
+        while not (admitted := self.io.wait_admitted(ADMISSION_WAIT_S)):
+            _log.info("waiting_for_admission")
+        if isinstance(admitted, Rejected):
+            raise NotAdmitted(f"not admitted: {admitted.reason} {dict(admitted.differences) or ''}".rstrip())
+
+    def status(self) -> GatewayStatus:
+        assert self._gateway is not None, "not started"
+        return self._server.begin(self._gateway.status()).result(2 * STATUS_TIMEOUT_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Admits nothing new, waits for what runs."""
+        assert self._gateway is not None, "not started"
+        return self._server.begin(self._gateway.drain(timeout_s)).result(timeout_s + 1.0)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self._server.stop(timeout_s)
+        self.io.stop(timeout_s)
+
+    def _make_gateway(self) -> Gateway:
+        config = self._config
+        core = GatewayCore(config.gateway, config.transfer, config.liveness, self._model.max_model_len)
+
+        async def worker_statuses() -> Mapping[str, object]:
+            return await asyncio.to_thread(self._worker_statuses, self.io)
+
+        return Gateway(
+            core,
+            self._model,
+            self.io.post,
+            MonotonicClock(),
+            version=version("baton-pd"),
+            stuck_after_s=config.liveness.engine_stuck_after_s,
+            worker_statuses=worker_statuses,
+        )
+
+    def _on_event(self, event: object) -> None:
+        """On the I/O thread."""
+        if isinstance(event, Rejected):
+            return  # `start` waits for it
+        assert self._gateway is not None, "the I/O thread starts after the gateway"
+        self._gateway.deliver(event)
+
+    def _load(self) -> Load:
+        return self._gateway.load() if self._gateway is not None else Load()
+
+
+class GatewayActor:
+    """`ProcessActor` of the role gateway."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        configure_logging(spec.name, spec.config.log_level)
+        die_with_parent()
+        register_process(spec.run_dir, spec.name)
+        self._spec = spec
+        self._progress: list[str] = []
+        self._process: GatewayProcess | None = None
+        self._watch = threading.Condition()
+        self._watcher = 0
+
+    def start(self) -> None:
+        spec = self._spec
+        self._process = GatewayProcess(
+            spec.new_stamp(),
+            spec.config,
+            spec.keys,
+            spec.controller_address,
+            on_progress=self._progress.append,
+            worker_statuses=lambda io: ask_workers(spec.config.cluster, io),
+        )
+        self._process.start()
+
+    @in_group(HEALTH)
+    def progress(self) -> list[str]:
+        return list(self._progress)
+
+    @in_group(WATCH)
+    def watch(self, watcher: int) -> None:
+        with self._watch:
+            self._watcher = watcher
+            self._watch.notify_all()
+            self._watch.wait_for(lambda: self._watcher != watcher)
+
+    @in_group(HEALTH)
+    def report(self) -> ProcessReport:
+        process = self._process
+        if process is None or not process.io.snapshot().listed:
+            return ProcessReport(None, None)
+        return ProcessReport(process.io.member, process.io.latest_membership)
+
+    @in_group(HEALTH)
+    def rejoin(self, controller_address: str) -> None:
+        if self._process is not None:
+            self._process.io.set_controller(controller_address)
+
+    @in_group(HEALTH)
+    def status(self) -> GatewayStatus | None:
+        return self._process.status() if self._process is not None else None
+
+    @in_group(HEALTH)
+    def drain(self, timeout_s: float) -> bool:
+        """Admits nothing new, waits for what runs. False: some of it did not end in time."""
+        return self._process is None or self._process.drain(timeout_s)
+
+
+def ask_workers(cluster: str, io: IoThread) -> Mapping[str, object]:
+    """Each worker's own account of itself. Workers that do not answer in time are left out: status must not hang on
+    the one process that is ill."""
+    refs = {}
+    for member in io.snapshot().members:
+        if member.role == "gateway":
+            continue
+        actor = find_process(cluster, actor_name(member.stamp.worker, member.stamp.incarnation))
+        if actor is not None:
+            refs[actor.status.remote()] = member.stamp.worker
+    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STATUS_TIMEOUT_S) if refs else ([], [])
+    statuses: dict[str, object] = {}
+    for reference in answered:
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-
-def new_request_id() -> RequestId:
-    """Ours, never a client's."""
-    return RequestId(secrets.token_hex(12))
-
-
-def _delta(event: TokensArrived, piece: Piece) -> AnswerDelta:
-    used = piece.tokens_used
-    return AnswerDelta(piece.text, event.tokens[:used], event.logprobs[:used])
+            statuses[refs[reference]] = ray.get(reference)
+        except ray.exceptions.RayError:
+            _log.warning("worker_without_status", worker=refs[reference])
+    return statuses

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.log import EventLog
-from baton.deploy.gateway import Gateway, new_request_id
+from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (

@@ -17,7 +17,7 @@ import uvicorn
 
 from baton.common.config import GatewayConfig
 from baton.common.errors import ConfigError
-from baton.deploy.gateway import Gateway
+from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
 
 BACKLOG = 1024

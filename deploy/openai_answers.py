@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import RequestId
 from baton.common.messages import SamplingParams, TokenLogprob
-from baton.deploy.gateway import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
+from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for
 from baton.deploy.openai_replies import (
     SSE_DONE,

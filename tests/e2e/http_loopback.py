@@ -33,8 +33,8 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.deploy.gateway import Gateway
 from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_server import GatewayServer, open_listener
 from baton.deploy.tokenizer import ByteTokenizer, ServedModel
 

@@ -1,0 +1,324 @@
+"""The gateway's shell around `GatewayCore`: prompts in, text out, on one asyncio loop.
+
+Owns: the core, its timer, one queue per running answer, and what is known of the cluster for health and status. Never:
+speaks HTTP (`http_app.py`), or decides anything about a request (the core does). Everything here runs on the loop's
+thread; `deliver` is the one door for other threads.
+
+An answer's queue is bounded by what the request may produce (`max_tokens`); a client that reads slowly delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.common.clock import Clock
+from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.ids import RequestId, WorkerId
+from baton.common.messages import Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
+from baton.deploy.detokenize import AnswerText, Piece
+from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
+from baton.deploy.gateway_metrics import GatewayMetrics
+from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
+from baton.deploy.tokenizer import ServedModel
+
+DRAINING_RETRY_AFTER_S = 1.0
+
+WorkerStatuses = Callable[[], Awaitable[Mapping[str, object]]]
+"""Each worker's own, detailed account of itself (its page census); asked for `/status`, never for a request."""
+
+
+async def no_worker_statuses() -> Mapping[str, object]:
+    """For a gateway that runs without Ray: it knows what heartbeats say, and nothing more."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """More of the answer. `text` may be "" while a character or a possible stop string is incomplete."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How it ended, well. (A request that ends badly raises RequestError instead.)"""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float | None
+    total_s: float
+    placements: int
+    timeline: Timeline
+
+
+AnswerEvent = AnswerDelta | AnswerEnd
+
+
+@dataclass(slots=True)
+class _Running:
+    """One answer in the making. `arrived` holds the core's effects for it."""
+
+    arrived: asyncio.Queue[TokensArrived | RequestEnded] = field(default_factory=asyncio.Queue)
+
+
+class Gateway:
+    """`answer` for requests; `deliver` for what the cluster says; `post` sends to it."""
+
+    def __init__(
+        self,
+        core: GatewayCore,
+        model: ServedModel,
+        post: Callable[[SendTo], None],
+        clock: Clock,
+        *,
+        version: str,
+        stuck_after_s: float,
+        worker_statuses: WorkerStatuses = no_worker_statuses,
+    ) -> None:
+        """Must be made on the loop that it shall run on."""
+        self.model = model
+        self.metrics = GatewayMetrics()
+        self._core = core
+        self._post = post
+        self._clock = clock
+        self._version = version
+        self._stuck_after_s = stuck_after_s
+        self._worker_statuses = worker_statuses
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[RequestId, _Running] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = float("inf")
+        self._members: dict[WorkerId, Member] = {}
+        self._loads: dict[WorkerId, Load] = {}
+        self._silent: frozenset[WorkerId] = frozenset()
+        self._lanes: dict[tuple[str, str, str], LaneUse] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -------------------------------------------------------------------------------------- the cluster
+
+    def deliver(self, event: object) -> None:
+        """From any thread: a worker's message or a new view of the cluster."""
+        assert isinstance(event, FromPeer | MembershipView), event
+        self._loop.call_soon_threadsafe(self._on_event, event)
+
+    def _on_event(self, event: FromPeer | MembershipView) -> None:
+        if isinstance(event, MembershipView):
+            self._members = {member.stamp.worker: member for member in event.members}
+            self._silent = event.silent
+            self._loads = {worker: load for worker, load in self._loads.items() if worker in self._members}
+            self._lanes = {pair: use for pair, use in self._lanes.items() if {*pair[:2]} <= self._members.keys()}
+        elif isinstance(event.body, Heartbeat):
+            self._loads[event.sender.worker] = event.body.load
+        self._dispatch(self._core.handle(event, self._clock.now()))
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at_s = None, float("inf")
+        self._dispatch(self._core.on_timer(self._clock.now()))
+
+    def _dispatch(self, effects: list[GatewayEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendTo):
+                self._post(effect)
+            elif (running := self._running.get(effect.request_id)) is not None:
+                running.arrived.put_nowait(effect)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One timer, for the earliest deadline. A deadline that moved away costs one early call, no more."""
+        due_s = self._core.next_deadline()
+        if due_s is None or due_s >= self._timer_at_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = due_s
+        self._timer = self._loop.call_later(max(0.0, due_s - self._clock.now()), self._on_timer)
+
+    # ------------------------------------------------------------------------------------------ answers
+
+    async def answer(
+        self,
+        request_id: RequestId,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        stops: Sequence[str],
+        timeout_s: float,
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        """Deltas, then one AnswerEnd. Raises RequestError when the request ends without its answer. Closing the
+        iterator cancels the request."""
+        if self._draining:
+            reason = "this gateway is shutting down"
+            raise RequestError(ErrorCode.DRAINING, reason, retry_after_s=DRAINING_RETRY_AFTER_S)
+        self._running[request_id] = running = _Running()
+        self._idle.clear()
+        outcome = "cancelled"
+        try:
+            arrived_s = self._clock.now()
+            ids = np.asarray(prompt, dtype=np.int32)
+            self._dispatch(self._core.submit(request_id, ids, sampling, timeout_s, arrived_s))
+            async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
+                async for event in events:
+                    if isinstance(event, AnswerEnd):
+                        outcome = event.finish_reason
+                        self._account(event)
+                    yield event
+        except RequestError as error:
+            outcome = str(error.code)
+            raise
+        finally:
+            del self._running[request_id]
+            self._dispatch(self._core.cancel(request_id, self._clock.now()))  # nothing to do when it has ended
+            self.metrics.ended(outcome)
+            if not self._running:
+                self._idle.set()
+
+    async def _events(
+        self, request_id: RequestId, running: _Running, prompt_tokens: int, stops: Sequence[str], arrived_s: float
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        text = AnswerText(self.model.tokenizer, stops)
+        completion_tokens, ttft_s, last_s, stopped = 0, None, arrived_s, False
+        while True:
+            event = await running.arrived.get()
+            now = self._clock.now()
+            if isinstance(event, RequestEnded):
+                break
+            if stopped:
+                continue  # the core has not told its end yet; what came in between is behind the stop string
+            if ttft_s is None:
+                ttft_s = now - arrived_s
+            self.metrics.tokens(len(event.tokens), now - last_s, first=completion_tokens == 0)
+            last_s = now
+            piece = text.push(event.tokens)
+            completion_tokens += piece.tokens_used
+            yield _delta(event, piece)
+            if piece.stop is not None:
+                stopped = True
+                self._dispatch(self._core.finish(request_id, now))
+        finish_reason = "stop" if stopped else event.finish_reason
+        if not stopped:
+            if event.failure is not None:
+                raise RequestError(event.failure.code, event.failure.reason, None, event.retry_after_s)
+            rest = text.finish()
+            finish_reason = "stop" if rest.stop is not None else finish_reason
+            if rest.text:
+                yield AnswerDelta(rest.text, (), ())
+        yield AnswerEnd(
+            finish_reason=finish_reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            ttft_s=ttft_s,
+            total_s=now - arrived_s,
+            placements=event.placements,
+            timeline=event.timeline or Timeline(),
+        )
+
+    def _account(self, end: AnswerEnd) -> None:
+        timeline = end.timeline
+        self.metrics.finished(timeline, end.total_s)
+        if timeline.lane:
+            pair = (timeline.prefill_worker, timeline.decode_worker, timeline.lane)
+            old = self._lanes.get(pair)
+            self._lanes[pair] = LaneUse(
+                prefill_worker=pair[0],
+                decode_worker=pair[1],
+                lane=pair[2],
+                transfers=(old.transfers if old else 0) + 1,
+                nbytes=(old.nbytes if old else 0) + timeline.transfer_bytes,
+                seconds=(old.seconds if old else 0.0) + timeline.transfer_s,
+            )
+
+    # ------------------------------------------------------------------------------------ health, status
+
+    def readiness(self) -> tuple[bool, str]:
+        """(a request that comes now can be placed, why not)."""
+        if self._draining:
+            return False, "shutting down"
+        if not self._decode_workers():
+            return False, "no decode worker has registered"
+        if all(worker in self._silent for worker in self._decode_workers()):
+            return False, "no decode worker answers"
+        return True, ""
+
+    def health(self) -> tuple[bool, str]:
+        """(a request that comes now can be *finished*, why not): an engine that is stuck in a step answers, too."""
+        ready, reason = self.readiness()
+        turning = [
+            worker
+            for worker in self._decode_workers()
+            if worker not in self._silent and self._load_of(worker).step_age_s <= self._stuck_after_s
+        ]
+        return (ready, reason) if not ready or turning else (False, "every decode worker is stuck in a step")
+
+    def metrics_page(self) -> bytes:
+        states = Counter(
+            (member.role, "silent" if worker in self._silent else "live") for worker, member in self._members.items()
+        )
+        return self.metrics.page(len(self._running), states)
+
+    def _decode_workers(self) -> list[WorkerId]:
+        return [worker for worker, member in self._members.items() if member.role == "decode"]
+
+    def _load_of(self, worker: WorkerId) -> Load:
+        return self._loads.get(worker, self._members[worker].load)
+
+    async def status(self) -> GatewayStatus:
+        ready, reason = self.readiness()
+        return GatewayStatus(
+            version=self._version,
+            model=self.model.name,
+            max_model_len=self.model.max_model_len,
+            ready=ready,
+            reason=reason,
+            requests=self._core.load(),
+            workers=[
+                WorkerView(
+                    worker=worker,
+                    role=member.role,
+                    incarnation=member.stamp.incarnation,
+                    silent=worker in self._silent,
+                    load=self._load_of(worker),
+                )
+                for worker, member in sorted(self._members.items())
+            ],
+            lanes=[use for _, use in sorted(self._lanes.items())],
+            details=dict(await self._worker_statuses()),
+        )
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    def load(self) -> Load:
+        """For this gateway's heartbeat. From any thread."""
+        return Load(running=len(self._running), draining=self._draining)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admits nothing new and waits for what runs. False: some of it did not end in time."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+def new_request_id() -> RequestId:
+    """Ours, never a client's."""
+    return RequestId(secrets.token_hex(12))
+
+
+def _delta(event: TokensArrived, piece: Piece) -> AnswerDelta:
+    used = piece.tokens_used
+    return AnswerDelta(piece.text, event.tokens[:used], event.logprobs[:used])
