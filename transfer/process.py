@@ -15,7 +15,6 @@ import os
 import secrets
 import select
 import signal
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +130,13 @@ def _start_time(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[_STAT_START_TIME])
 
 
-def pin_thread(cores: tuple[int, ...]) -> None:
-    """Pins the calling thread (and those it starts later) to these cores; no-op for none."""
-    if cores:
-        os.sched_setaffinity(threading.get_native_id(), cores)
+def pin_process(cores: tuple[int, ...]) -> None:
+    """Pins every thread of this process to these cores, and so those they start later; no-op for none."""
+    if not cores:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def reap_all_except(run_dir: str, keep: frozenset[str], timeout_s: float) -> bool:

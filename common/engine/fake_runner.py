@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import Batch, KvBuffer, StepResult
+from baton.common.engine.batch import Batch, KvBuffer, StepResult, Ticket
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 
@@ -168,7 +168,8 @@ class FakeRunner:
         tokens, logprobs = self._sample(batch)
         return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch)))
 
-    def collect(self, ticket: FakeTicket) -> StepResult:
+    def collect(self, ticket: Ticket) -> StepResult:
+        assert isinstance(ticket, FakeTicket), ticket
         return ticket.result
 
     def _write(self, batch: Batch) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -123,6 +123,7 @@ class EngineLoop:
         self._steps = 0
         self._unchecked = True
         self._checked_at_s = float("-inf")
+        self._core_idle = threading.Event()
 
     # ------------------------------------------------------------------------------ from any thread
 
@@ -151,6 +152,15 @@ class EngineLoop:
             future.cancel()
         return future
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Until the core has no request left, after everything that was delivered before this call."""
+        deadline_s = self._clock.now() + timeout_s
+        try:
+            self.call(self._core_idle.clear).result(timeout_s)
+        except (TimeoutError, CancelledError):
+            return False
+        return self._core_idle.wait(max(0.0, deadline_s - self._clock.now()))
+
     def load(self) -> Load:
         """The core's load at its last step boundary, with how long the engine has been away from it."""
         busy_since_s = self._busy_since_s
@@ -170,6 +180,8 @@ class EngineLoop:
             while not self._inbox.closed:
                 wait_s = self._turn(self._inbox.take_all(wait_s))
                 self._load = self._core.load()
+                if self._core.idle:
+                    self._core_idle.set()
                 self._busy_since_s = None
         except BaseException:  # noqa: BLE001 - the thread's top frame
             # Nothing below catches a bug, and nothing above could repair it.

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from baton.common.clock import MonotonicClock
-from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.batch import Batch, BatchRow, StepResult, Ticket, pack_batch
 from baton.common.engine.core_api import Drain, FromPeer
-from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner
+from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.engine.loop import EngineLoop, Inbox
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import Holding
@@ -78,7 +78,7 @@ class GatedRunner(FakeRunner):
         self.entered = threading.Event()
         self.gate = threading.Event()
 
-    def collect(self, ticket: FakeTicket) -> StepResult:
+    def collect(self, ticket: Ticket) -> StepResult:
         self.entered.set()
         assert self.gate.wait(WAIT_S)
         return super().collect(ticket)

@@ -1,0 +1,20 @@
+"""The Ray actor of a decode worker. Owns the choice of its core; everything else is `baton.transfer.worker`'s."""
+
+from __future__ import annotations
+
+from baton.common.config import ClusterConfig
+from baton.common.engine.core_api import EngineCore
+from baton.common.ids import Stamp
+from baton.common.kv.pool import KvPool
+from baton.decode.core import DecodeCore
+from baton.transfer.worker import WorkerActor
+
+
+class DecodeActor(WorkerActor):
+    """Owns requests, asks prefill workers for their KV, and produces the answers."""
+
+    def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
+        return DecodeCore(stamp, pool, config.decode_worker, config.transfer, max_context_len)
+
+    def max_rows(self, config: ClusterConfig) -> int:
+        return config.decode_worker.max_running_requests

@@ -1,0 +1,20 @@
+"""The Ray actor of a prefill worker. Owns the choice of its core; everything else is `baton.transfer.worker`'s."""
+
+from __future__ import annotations
+
+from baton.common.config import ClusterConfig
+from baton.common.engine.core_api import EngineCore
+from baton.common.ids import Stamp
+from baton.common.kv.pool import KvPool
+from baton.prefill.core import PrefillCore
+from baton.transfer.worker import WorkerActor
+
+
+class PrefillActor(WorkerActor):
+    """Computes prompts and hands their KV over."""
+
+    def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
+        return PrefillCore(pool, config.prefill_worker)
+
+    def max_rows(self, config: ClusterConfig) -> int:
+        return config.prefill_worker.max_queued_requests
