@@ -42,3 +42,18 @@ class GatewayStatus(Struct, frozen=True, kw_only=True):
     workers: list[WorkerView]
     lanes: list[LaneUse]
     details: dict[str, Any]
+
+
+class LaneChoice(Struct, frozen=True, kw_only=True):
+    """The lane that a worker uses towards a peer, and why that one."""
+
+    peer: str
+    lane: str
+    reason: str = ""
+
+
+class WorkerAccount(Struct, frozen=True, kw_only=True):
+    """What a worker tells of itself for `details`; anything else in there is shown as it is by `--json`."""
+
+    census: dict[str, int] = {}
+    lanes: list[LaneChoice] = []

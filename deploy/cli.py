@@ -1,0 +1,177 @@
+"""The command `baton`. Owns: its commands, their options and exit codes. Never: does work of its own.
+
+Exit codes: 0 done, 1 it failed, 2 it was asked wrongly (usage or configuration). What is expected to go wrong is told
+in one or two lines on stderr; a traceback is a bug of ours. Answers go to stdout, everything about them to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from baton.common import env
+from baton.common.errors import BatonError, ConfigError
+from baton.common.resolve import Layer, assignments_layer, environment_layer, file_layer, nested
+
+OK, FAILED, MISUSED = 0, 1, 2
+
+app = typer.Typer(
+    name="baton",
+    help="Serves large language models with prefill and decode on separate workers.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Model = Annotated[str | None, typer.Option(help="Built-in name, Hugging Face directory, or .gguf file.")]
+Prefill = Annotated[int | None, typer.Option(help="Prefill workers; 0: decode workers prefill themselves.")]
+Decode = Annotated[int | None, typer.Option(help="Decode workers.")]
+Host = Annotated[str | None, typer.Option(help="Where the gateway listens.")]
+Port = Annotated[int | None, typer.Option(help="0: any free port.")]
+Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Any setting, as group.name=value. May be repeated.", metavar="K=V")
+]
+RayAddress = Annotated[str | None, typer.Option(help="An existing Ray cluster; without: one on this machine.")]
+Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    host: Host = None,
+    port: Port = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Bring a cluster up and serve until Ctrl-C."""
+    from baton.deploy.serve import serve as run_server
+
+    layers = _layers(config, settings, _flags(model, prefill, decode, host, port, dtype))
+    run_server(layers, ray_address, err)
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
+    url: Url = None,
+    local: Annotated[bool, typer.Option("--local", help="Bring a cluster up for this one prompt.")] = False,
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to answer with.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it as a chat.")] = False,
+) -> None:
+    """Answer one prompt, streaming to the terminal."""
+    from baton.deploy import ask
+
+    params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if local:
+        layers = _layers(config, settings, _flags(model, None, None, None, 0, None))
+        ask.ask_locally(layers, text, params, err, raw=raw)
+        return
+    if config is not None or settings or model is not None:
+        raise typer.BadParameter("--model, --config and --set need --local: a running cluster has its own")
+    ask.ask(url or env.cluster_url(), text, params, err, raw=raw)
+
+
+@app.command()
+def status(url: Url = None, as_json: AsJson = False) -> None:
+    """Show workers, their load, lanes and pages."""
+    from baton.deploy import show
+
+    found = show.fetch_status(url or env.cluster_url())
+    show.print_json(found) if as_json else show.print_status(found, Console(highlight=False))
+
+
+@app.command()
+def kv(url: Url = None, as_json: AsJson = False) -> None:
+    """Show who owns the KV pages of every worker. Exit code 1 when a page is unaccounted for."""
+    from baton.deploy import show
+
+    found = show.fetch_status(url or env.cluster_url())
+    show.print_json(found.details) if as_json else show.print_census(found, Console(highlight=False))
+    if not show.all_accounted(found):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Bring a cluster up, answer a few prompts, show where the time went, take it down."""
+    from baton.deploy.demo import run_demo
+
+    run_demo(_layers(config, settings, _flags(model, prefill, decode, None, 0, None)), Console(highlight=False))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"baton {installed_version('baton-pd')}")
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        app(arguments, prog_name="baton")
+    except SystemExit as end:  # how the command line library ends, well or with a usage error (2)
+        return end.code if isinstance(end.code, int) else OK
+    except ConfigError as error:
+        err.print(f"baton: {error}", markup=False)
+        return MISUSED
+    except BatonError as error:
+        err.print(f"baton: {error}", markup=False)
+        return FAILED
+    return OK
+
+
+def _flags(
+    model: str | None,
+    prefill: int | None,
+    decode: int | None,
+    host: str | None,
+    port: int | None,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """The options that are settings, by the settings' names; those not given are left out."""
+    named = {
+        "model.model": model,
+        "prefill": prefill,
+        "decode": decode,
+        "gateway.host": host,
+        "gateway.port": port,
+        "model.dtype": dtype,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _layers(config: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> list[Layer]:
+    """Later ones win: file, environment, --set, options."""
+    layers = [file_layer(config)] if config is not None else []
+    return [*layers, environment_layer(), assignments_layer(settings or []), Layer("command line", nested(flags))]

@@ -1,0 +1,93 @@
+"""`make demo`: a cluster on this machine, a handful of prompts, and the proof of what happened.
+
+Owns: the prompts and the order of what is shown. Exit code 0 means: every prompt was answered through a hand-off, and
+afterwards every page of every worker was free or cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from baton.common.clock import MonotonicClock
+from baton.common.errors import BatonError
+from baton.common.resolve import Layer
+from baton.deploy.client import Answer, Client, Message
+from baton.deploy.serve import decide, running_cluster
+from baton.deploy.show import all_idle, print_census, print_lanes, print_timings
+from baton.deploy.status import GatewayStatus
+
+MAX_TOKENS = 96
+IDLE_WAIT_S = 15.0
+
+PROMPTS: tuple[tuple[str, tuple[Message, ...]], ...] = (
+    ("capital", ({"role": "user", "content": "What is the capital of France?"},)),
+    ("haiku", ({"role": "user", "content": "Write a haiku about passing a baton."},)),
+    (
+        "follow-up",
+        (
+            {"role": "user", "content": "What is the capital of France?"},
+            {"role": "assistant", "content": "The capital of France is Paris."},
+            {"role": "user", "content": "And which river runs through it?"},
+        ),
+    ),
+    (
+        "summary",
+        (
+            {
+                "role": "user",
+                "content": "Summarize in one sentence: A relay race is a race in which the members of a team take "
+                "turns running parts of a circuit. Each runner carries a baton and hands it to the next within a zone "
+                "of twenty metres. A team that drops the baton may pick it up again, but a team that hands it over "
+                "outside the zone is disqualified. Good teams lose almost no speed at the exchange: the next runner "
+                "starts before the baton arrives, and both run side by side for a moment.",
+            },
+        ),
+    ),
+    ("code", ({"role": "user", "content": "Write a Python function that reverses a string."},)),
+)
+
+
+class DemoFailed(BatonError):
+    """The cluster answered, but not as it should."""
+
+
+def run_demo(layers: Sequence[Layer], console: Console) -> None:
+    """Raises DemoFailed when an answer did not come through a hand-off, or pages are still held at the end."""
+    config = decide(layers, console)
+    with running_cluster(config, console) as handle:
+        console.print()
+        with Client(handle.gateway_url) as client:
+            answers = [(name, _answer(client, name, messages, console)) for name, messages in PROMPTS]
+            status = _wait_until_idle(client)
+        print_timings(answers, console)
+        console.print()
+        print_lanes(status, console)
+        console.print()
+        print_census(status, console)
+        console.print()
+    if config.prefill and not all(answer.timeline.transferred_tokens for _, answer in answers):
+        raise DemoFailed("an answer did not come through a hand-off")
+    if not all_idle(status):
+        raise DemoFailed("some pages are neither free nor cached")
+
+
+def _answer(client: Client, name: str, messages: Sequence[Message], console: Console) -> Answer:
+    console.print(f"[bold cyan]{name}[/]  ", end="")
+    console.print(messages[-1]["content"], style="cyan", markup=False)
+    with client.stream(messages, max_tokens=MAX_TOKENS, temperature=0) as stream:
+        for part in stream:
+            console.out(part, end="", highlight=False)
+        console.print("\n")
+        return stream.answer
+
+
+def _wait_until_idle(client: Client) -> GatewayStatus:
+    """The last acknowledgements travel behind the last token: the workers have a moment to let go."""
+    clock = MonotonicClock()
+    deadline_s = clock.now() + IDLE_WAIT_S
+    status = client.status()
+    while not all_idle(status) and clock.now() < deadline_s:
+        status = client.status()
+    return status

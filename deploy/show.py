@@ -1,0 +1,188 @@
+"""What a person sees of a cluster: workers, lanes, pages, and where a request's time went. Only formats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.common.units import format_bytes
+from baton.deploy.client import Answer, Client
+from baton.deploy.status import GatewayStatus, WorkerAccount
+
+PAGE_CLASSES = ("free", "request", "cached_evictable", "cached_locked", "incoming", "outgoing", "quarantined")
+_TITLES = ("free", "request", "cached", "cached, locked", "incoming", "outgoing", "quarantined")
+
+
+def fetch_status(url: str) -> GatewayStatus:
+    """Raises ClusterUnreachable."""
+    with Client(url, timeout_s=15.0) as client:
+        return client.status()
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def print_status(status: GatewayStatus, console: Console) -> None:
+    ready = "ready" if status.ready else f"[red]not ready: {status.reason}[/]"
+    console.print(
+        f"[bold]{status.model}[/], at most {status.max_model_len} tokens; baton {status.version}; {ready}; "
+        f"{status.requests.running} requests running, {status.requests.queued} waiting\n"
+    )
+    table = _table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages free", ">of")
+    for worker in status.workers:
+        load = worker.load
+        state = "[red]silent[/]" if worker.silent else "draining" if load.draining else "ok"
+        pages = (str(load.free_pages), str(load.total_pages)) if load.total_pages else ("", "")
+        table.add_row(
+            f"{worker.worker}@{worker.incarnation}", state, str(load.running), str(load.queued), str(load.steps), *pages
+        )
+    console.print(table)
+    if status.lanes:
+        console.print()
+        print_lanes(status, console)
+    if status.details:
+        console.print()
+        print_census(status, console)
+
+
+def print_lanes(status: GatewayStatus, console: Console) -> None:
+    """What each pair of workers has handed over."""
+    table = _table("Hand-offs", "from", "to", "lane", ">hand-offs", ">bytes", ">mean", ">rate", "why this lane")
+    for use in status.lanes:
+        rate = f"{format_bytes(use.nbytes / use.seconds)}/s" if use.seconds else ""
+        why = next(
+            (
+                lane.reason
+                for lane in _account(status, use.decode_worker).lanes
+                if lane.peer == use.prefill_worker and lane.lane == use.lane
+            ),
+            "",
+        )
+        table.add_row(
+            use.prefill_worker,
+            use.decode_worker,
+            use.lane,
+            str(use.transfers),
+            format_bytes(use.nbytes),
+            _ms(use.seconds / use.transfers),
+            rate,
+            why,
+        )
+    console.print(table)
+
+
+def print_census(status: GatewayStatus, console: Console) -> None:
+    """Who owns the pages of every worker."""
+    table = _table("Pages", "worker", *(f">{title}" for title in _TITLES), ">total", "")
+    for worker in status.workers:
+        census = _account(status, worker.worker).census
+        if not census:
+            continue
+        left = unaccounted(census)
+        verdict = f"[red]{left} UNACCOUNTED[/]" if left else "all free or cached" if is_idle(census) else "in use"
+        table.add_row(worker.worker, *(str(census[name]) for name in PAGE_CLASSES), str(census["total"]), verdict)
+    console.print(table)
+
+
+def is_idle(census: dict[str, int]) -> bool:
+    """Nothing is held by a request, a hand-off or a quarantine."""
+    return census["free"] + census["cached_evictable"] == census["total"]
+
+
+def unaccounted(census: dict[str, int]) -> int:
+    return census["total"] - sum(census[name] for name in PAGE_CLASSES)
+
+
+def all_accounted(status: GatewayStatus) -> bool:
+    accounts = [_account(status, worker.worker) for worker in status.workers]
+    return not any(unaccounted(account.census) for account in accounts if account.census)
+
+
+def all_idle(status: GatewayStatus) -> bool:
+    """Every worker that has pages told of them, and all are free or cached."""
+    censuses = [
+        _account(status, worker.worker).census for worker in status.workers if worker.role in ("prefill", "decode")
+    ]
+    return bool(censuses) and all(census and is_idle(census) for census in censuses)
+
+
+def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> None:
+    """Per request, where its time went. `answers`: (name, answer)."""
+    table = _table(
+        "Where the time went",
+        "request",
+        ">prompt",
+        ">cached",
+        ">handed over",
+        ">queue",
+        ">reserve",
+        ">prefill",
+        ">transfer",
+        ">bytes",
+        "lane",
+        ">scatter",
+        ">first token",
+        ">decode",
+        ">tokens",
+        ">tok/s",
+    )
+    for name, answer in answers:
+        time = answer.timeline
+        rate = answer.completion_tokens / time.decode_s if time.decode_s else 0.0
+        table.add_row(
+            name,
+            str(answer.prompt_tokens),
+            str(answer.cached_tokens),
+            str(time.transferred_tokens),
+            _ms(time.queue_s),
+            _ms(time.reserve_wait_s),
+            _ms(time.prefill_s),
+            _ms(time.transfer_s),
+            format_bytes(time.transfer_bytes),
+            time.lane or "-",
+            _ms(time.scatter_s),
+            _ms(answer.ttft_s or 0.0),
+            _ms(time.decode_s),
+            str(answer.completion_tokens),
+            f"{rate:.0f}",
+        )
+    console.print(table)
+
+
+def timing_line(answer: Answer) -> str:
+    """The same for one request, in a line."""
+    time = answer.timeline
+    parts = [
+        f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)",
+        f"first token {_ms(answer.ttft_s or 0.0)}",
+        f"queue {_ms(time.queue_s)}",
+        f"prefill {_ms(time.prefill_s)}",
+    ]
+    if time.lane:
+        parts.append(f"transfer {format_bytes(time.transfer_bytes)} in {_ms(time.transfer_s)} over {time.lane}")
+    parts.append(f"decode {_ms(time.decode_s)} for {answer.completion_tokens} tokens")
+    if answer.placements > 1:
+        parts.append(f"{answer.placements} decode workers")
+    return " · ".join(parts)
+
+
+def _account(status: GatewayStatus, worker: str) -> WorkerAccount:
+    return msgspec.convert(status.details.get(worker, {}), WorkerAccount)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns that begin with ">" are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="dim", no_wrap=True)
+    return table
