@@ -30,9 +30,9 @@ from baton.common.ids import WorkerId
 from baton.common.model.spec import resolve_source
 from baton.deploy.controller import CONTROLLER, ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_core import SeatSpec
-from baton.deploy.ray_side import create_actor, find_process, reap_strangers
+from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
-from baton.transfer.process import actor_name, new_run_dir
+from baton.transfer.process import actor_name, new_run_dir, reap
 
 FAKE_MODEL = "fake"
 CLASS_PATHS: Mapping[str, str] = {
@@ -121,6 +121,7 @@ class ClusterHandle:
         controller = find_process(self.plan.config.cluster, CONTROLLER)
         if controller is not None:
             ray.kill(controller, no_restart=True)
+            reap(self.plan.run_dir, CONTROLLER, KILL_GRACE_S, REAP_TIMEOUT_S)
         if not reap_strangers(self.plan.run_dir, frozenset()):
             left = "a process could not be killed"
         shutil.rmtree(self.plan.run_dir, ignore_errors=True)

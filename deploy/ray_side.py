@@ -22,6 +22,8 @@ from baton.transfer.actor import CONCURRENCY_GROUPS, ProcessReport
 from baton.transfer.process import ProcessSpec, actor_name, parse_actor_name, reap, reap_all_except
 
 REAP_TIMEOUT_S = 2.0
+KILL_GRACE_S = 2.0
+"""So long a process may take to obey ray.kill. One that does leaves no alarm in Ray's log; one that hangs cannot."""
 _log = EventLog("baton.ray")
 
 
@@ -106,9 +108,11 @@ def kill_and_prove(cluster: str, run_dir: str, worker: WorkerId, incarnation: in
     """
     name = actor_name(worker, incarnation)
     handle = find_process(cluster, name)
+    grace_s = 0.0
     if handle is not None:
         ray.kill(handle, no_restart=True)
-    return _on_every_node(reap, run_dir, name, REAP_TIMEOUT_S)
+        grace_s = KILL_GRACE_S
+    return _on_every_node(reap, run_dir, name, grace_s, REAP_TIMEOUT_S)
 
 
 def reap_strangers(run_dir: str, keep: frozenset[str]) -> bool:

@@ -91,31 +91,34 @@ def recorded_pid(run_dir: str, name: str) -> int | None:
     return pid if _start_time(pid) == int(start_text) else None
 
 
-def reap(run_dir: str, name: str, timeout_s: float) -> bool:
-    """Kills the recorded process with SIGKILL and waits until it is gone. True is proof for this node: no process of
-    that name lives here and none can come back. False: the kernel had not finished it in time (ask again)."""
+def reap(run_dir: str, name: str, grace_s: float, timeout_s: float) -> bool:
+    """Waits `grace_s` for the recorded process to go by itself, then kills it with SIGKILL and waits until it is gone.
+    True is proof for this node: no process of that name lives here and none can come back. False: the kernel had not
+    finished it in time (ask again)."""
     pid = recorded_pid(run_dir, name)
     if pid is not None:
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             handle = -1
-        if handle >= 0 and not _kill_and_wait(handle, pid, run_dir, name, timeout_s):
+        if handle >= 0 and not _end_and_wait(handle, pid, run_dir, name, grace_s, timeout_s):
             return False
     with contextlib.suppress(FileNotFoundError):
         (Path(run_dir) / name).unlink()
     return True
 
 
-def _kill_and_wait(handle: int, pid: int, run_dir: str, name: str, timeout_s: float) -> bool:
+def _end_and_wait(handle: int, pid: int, run_dir: str, name: str, grace_s: float, timeout_s: float) -> bool:
     """A pidfd cannot come to mean another process, and becomes readable at the moment of its death."""
     try:
         if recorded_pid(run_dir, name) != pid:  # recycled before the handle was opened
             return True
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
+        if poller.poll(round(grace_s * 1000)):
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
         return bool(poller.poll(round(timeout_s * 1000)))
     finally:
         os.close(handle)
@@ -144,5 +147,5 @@ def reap_all_except(run_dir: str, keep: frozenset[str], timeout_s: float) -> boo
     directory = Path(run_dir)
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     others = [name for name in names if not name.startswith(".") and name not in keep]
-    gone = [reap(run_dir, name, timeout_s) for name in others]  # all are tried, whatever becomes of the first
+    gone = [reap(run_dir, name, 0.0, timeout_s) for name in others]  # all are tried, whatever becomes of the first
     return all(gone)
