@@ -59,3 +59,24 @@ def prepare_ray() -> None:
     process reports to nobody). Call before `ray.init`."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def tune_ucx(interface: str) -> None:
+    """Sets what the `ucx` lane needs, unless the user chose otherwise. Call before `ucxx` is imported.
+
+    `UCX_NET_DEVICES`: the cluster interface ("" leaves it to UCX; name RDMA devices here yourself).
+    `UCX_CMA_MEMORY_INVALIDATE=y`: else the error handling that notices a dead peer rules out shared memory.
+    `UCX_TCP_TX_SEG_SIZE`, `UCX_TCP_RX_SEG_SIZE`: 512K is three times as fast as the default.
+    `UCX_KEEPALIVE_INTERVAL=1s`: how soon a dead peer is noticed on an idle connection.
+    `UCX_WARN_UNUSED_ENV_VARS=n`: the settings above are not all known to every build."""
+    wanted = {
+        "UCX_CMA_MEMORY_INVALIDATE": "y",
+        "UCX_TCP_TX_SEG_SIZE": "512K",
+        "UCX_TCP_RX_SEG_SIZE": "512K",
+        "UCX_KEEPALIVE_INTERVAL": "1s",
+        "UCX_WARN_UNUSED_ENV_VARS": "n",
+    }
+    if interface:
+        wanted["UCX_NET_DEVICES"] = interface
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,350 @@
+"""The I/O thread of a process: sockets, hand-offs, heartbeats, deadlines. It never waits for the engine, nor the engine
+for it.
+
+Owns: the mesh, the roster, and in a worker the endpoint and the data plane with its staging memory. Carries out their
+effects. Never: a decision (the endpoint, the roster and the cores decide), or KV state.
+
+Queue towards this thread: commands of the engine are never refused (each is about a hand-off, and those are bounded);
+of plain messages at most POSTED_MESSAGES wait, further ones are dropped and counted, and whoever wanted them sends
+again. Queue towards the engine: whatever `deliver` says; a message that it refuses is dropped, and its sender sends it
+again.
+
+An exception here is a bug and ends the process (`on_fatal`): a worker without its I/O thread can finish nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.common.clock import Clock, MonotonicClock
+from baton.common.config import ClusterConfig
+from baton.common.engine.batch import KvBuffer
+from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.loop import end_process
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.log import EventLog
+from baton.common.messages import (
+    PROTOCOL_VERSION,
+    Body,
+    Frame,
+    HandoffBody,
+    Heartbeat,
+    Hello,
+    LaneAddress,
+    Load,
+    Member,
+    Membership,
+    Reject,
+)
+from baton.transfer.api import SinkCommand, SourceCommand
+from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
+from baton.transfer.endpoint import Endpoint, SessionInfo
+from baton.transfer.lanes import LaneFactory, build_lanes
+from baton.transfer.membership import Changes, Roster
+from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
+from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
+
+CONTROLLER = WorkerId("controller")
+POSTED_MESSAGES = 1 << 16
+POSTED_PER_TURN = 1024
+
+_log = EventLog("baton.io")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Delivered to the owner: the controller does not admit this process. `differences`: field -> "theirs != ours"."""
+
+    reason: str
+    differences: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class IoSnapshot:
+    """What this thread last said of itself, once per heartbeat. `at_s` is old when the thread is stuck."""
+
+    at_s: float
+    listed: bool
+    members: tuple[Member, ...]
+    silent: frozenset[WorkerId]
+    mesh: MeshCounters
+    dropped: Mapping[str, int]
+    data: DataPlaneSnapshot | None
+    sessions: tuple[SessionInfo, ...]
+    endpoint: Mapping[str, int]
+
+
+class _HandOffs:
+    """What only a worker has: its pool's end of the transfer plane."""
+
+    def __init__(
+        self, stamp: Stamp, role: str, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer, lanes: LaneFactory
+    ) -> None:
+        built = lanes(stamp, config, mesh, buffer)
+        self.receives_from = "prefill" if role == "decode" else ""
+        self.data = DataPlane(config.transfer, buffer, built.staged, built.pull)
+        names = [transport.lane for transport in (*built.staged, *built.pull)]
+        self.endpoint = Endpoint(stamp, config.transfer, buffer.page_size, names)
+
+
+class IoThread:
+    """Sockets are opened here (ConfigError when they cannot be), the thread runs from `start` to `stop`. `deliver`,
+    `load` and `on_fatal` are called on the thread and must not wait. `buffer` None: a process without KV."""
+
+    def __init__(
+        self,
+        stamp: Stamp,
+        role: str,
+        config: ClusterConfig,
+        buffer: KvBuffer | None,
+        keys: ClusterKeys | None,
+        deliver: Callable[[object], object],
+        *,
+        controller_address: str = "",
+        load: Callable[[], Load] = Load,
+        clock: Clock | None = None,
+        on_thread_start: Callable[[], None] = lambda: None,
+        on_fatal: Callable[[], None] = end_process,
+        lanes: LaneFactory = build_lanes,
+    ) -> None:
+        self._stamp = stamp
+        self._deliver = deliver
+        self._load = load
+        self._clock = clock or MonotonicClock()
+        self._on_thread_start = on_thread_start
+        self._on_fatal = on_fatal
+        self._hears_loads = role == "gateway"
+        self._roster = Roster(stamp, config.liveness, self._clock.now())
+        self._mesh = Mesh(stamp, config.bind_host, keys)
+        self._hand_offs: _HandOffs | None = None
+        addresses: tuple[LaneAddress, ...] = ()
+        if buffer is not None:
+            try:
+                self._hand_offs = _HandOffs(stamp, role, config, self._mesh, buffer, lanes)
+            except BaseException:
+                self._mesh.close()
+                raise
+            addresses = self._hand_offs.data.addresses()
+        self.member = Member(
+            stamp=stamp,
+            role=role,
+            address=self._mesh.address,
+            lanes=addresses,
+            fingerprint=buffer.fingerprint() if buffer is not None else {},
+        )
+        self._controller_address = controller_address
+        self._connected_to = ""
+        self._commands: deque[object] = deque()
+        self._messages: deque[SendTo] = deque()
+        self._dropped: Counter[str] = Counter()
+        self._stopping = False
+        self._told = threading.Condition()
+        self._rejected: Rejected | None = None
+        self._snapshot = self._take_snapshot(self._clock.now())
+        self._thread = threading.Thread(target=self._run, name="io", daemon=True)
+
+    # ------------------------------------------------------------------------------ from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Closes everything; what is under way is lost. False: the thread did not end in time."""
+        self._stopping = True
+        self._mesh.wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def post(self, effect: object) -> None:
+        """A SendTo, or a command of `baton.transfer.api`. Never waits."""
+        if isinstance(effect, SendTo):
+            if len(self._messages) >= POSTED_MESSAGES:
+                self._dropped["posted_message"] += 1
+                return
+            self._messages.append(effect)
+        else:
+            self._commands.append(effect)
+        self._mesh.wake()
+
+    def set_controller(self, address: str) -> None:
+        """The controller is there now."""
+        self._controller_address = address
+        self._mesh.wake()
+
+    def wait_admitted(self, timeout_s: float) -> Rejected | bool:
+        """True: the membership lists this process. Rejected: it will not. False: neither, so far."""
+        with self._told:
+            self._told.wait_for(lambda: self._snapshot.listed or self._rejected is not None, timeout_s)
+            return self._rejected or self._snapshot.listed
+
+    def snapshot(self) -> IoSnapshot:
+        return self._snapshot
+
+    @property
+    def latest_membership(self) -> Membership | None:
+        return self._roster.latest
+
+    # ----------------------------------------------------------------------------------- I/O thread
+
+    def _run(self) -> None:
+        try:
+            self._on_thread_start()
+            while not self._stopping:
+                self._turn()
+            if self._hand_offs is not None:
+                self._hand_offs.data.close()
+            self._mesh.close()
+        except Exception:  # noqa: BLE001 - the thread's top frame
+            _log.fatal("io_thread_failed")
+            self._on_fatal()
+
+    def _turn(self) -> None:
+        """One round: wait, hear, do, speak."""
+        frames = self._mesh.poll(self._wait_s(self._clock.now()))
+        now = self._clock.now()
+        self._apply(self._roster.on_timer(now), now)
+        for frame in frames:
+            self._on_frame(frame, now)
+        self._take_posted(now)
+        if self._hand_offs is not None:
+            self._answer(self._hand_offs.data.poll(now), now)
+            self._carry_out(self._hand_offs.endpoint.on_timer(now), now)
+        if self._roster.speak(now):
+            self._speak(now)
+
+    def _wait_s(self, now: float) -> float:
+        waits = [self._roster.next_deadline - now]
+        if self._commands or self._messages:
+            return 0.0
+        if self._hand_offs is not None:
+            due_s, data_wait_s = self._hand_offs.endpoint.next_deadline(), self._hand_offs.data.wait_s(now)
+            waits += [due_s - now] if due_s is not None else []
+            waits += [data_wait_s] if data_wait_s is not None else []
+        return max(0.0, min(waits))
+
+    def _take_posted(self, now: float) -> None:
+        for _ in range(min(POSTED_PER_TURN, len(self._commands))):
+            command = self._commands.popleft()
+            assert self._hand_offs is not None, f"{command} was posted to a process without KV"
+            assert isinstance(command, SinkCommand | SourceCommand), command
+            self._carry_out(self._hand_offs.endpoint.command(command, now), now)
+        for _ in range(min(POSTED_PER_TURN, len(self._messages))):
+            message = self._messages.popleft()
+            self._mesh.send(message.worker, Epoch(message.epoch), message.body)
+
+    def _on_frame(self, frame: Frame, now: float) -> None:
+        sender, body = frame.src, frame.body
+        if sender.worker == CONTROLLER:
+            self._on_controller(sender, body, now)
+            return
+        listed = self._roster.members.get(sender.worker)
+        if listed is None or listed.stamp != sender:
+            self._dropped["frame_of_unlisted_process"] += 1
+            return
+        self._apply(self._roster.on_heard(sender, now), now)
+        if isinstance(body, HandoffBody):
+            if self._hand_offs is not None:
+                self._carry_out(self._hand_offs.endpoint.on_frame(frame, now), now)
+        elif isinstance(body, Heartbeat) and not self._hears_loads:
+            pass
+        elif self._deliver(FromPeer(sender, body)) is False:
+            self._dropped["refused_by_owner"] += 1
+
+    def _on_controller(self, controller: Stamp, body: Body, now: float) -> None:
+        match body:
+            case Membership():
+                self._apply(self._roster.on_membership(controller, body, now), now)
+            case Reject():
+                rejected = Rejected(body.reason, dict(body.differences))
+                with self._told:
+                    self._rejected = rejected
+                    self._told.notify_all()
+                self._deliver(rejected)
+            case Heartbeat():
+                pass
+            case _:
+                self._dropped["odd_frame_of_controller"] += 1
+
+    def _apply(self, changes: Changes, now: float) -> None:
+        """News of the others: connections first, so that whatever the news cause can be sent."""
+        for member in changes.left:
+            self._mesh.disconnect(member.stamp.worker)
+            _log.info("left", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
+        for member in changes.joined:
+            self._mesh.connect(member.stamp.worker, member.address)
+            _log.info("joined", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
+        for worker in changes.fell_silent:
+            _log.warning("silent", peer=worker)
+        for worker in changes.came_back:
+            _log.info("heard_again", peer=worker)
+        if changes.view is not None:
+            if self._hand_offs is not None and (changes.left or changes.joined):
+                self._tell_hand_offs(self._hand_offs, changes.view, now)
+            self._publish(now)
+            self._deliver(changes.view)
+
+    def _tell_hand_offs(self, hand_offs: _HandOffs, view: MembershipView, now: float) -> None:
+        sources = [m for m in self._roster.members.values() if m.role == hand_offs.receives_from]
+        hand_offs.data.set_peers(sources, now)
+        self._carry_out(hand_offs.endpoint.on_membership(view, now), now)
+
+    def _speak(self, now: float) -> None:
+        """Once per heartbeat interval."""
+        load = self._load()
+        for worker, member in self._roster.members.items():
+            self._mesh.send(worker, member.stamp.epoch, Heartbeat(load=load))
+        if self._controller_address:
+            if self._connected_to != self._controller_address:
+                self._mesh.connect(CONTROLLER, self._controller_address)
+                self._connected_to = self._controller_address
+            hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
+            self._mesh.send(CONTROLLER, Epoch(0), Heartbeat(load=load) if self._roster.listed else hello)
+        if self._hand_offs is not None:
+            for worker in self._roster.silent:
+                self._carry_out(self._hand_offs.endpoint.on_peer_silent(worker, now), now)
+        self._publish(now)
+
+    def _answer(self, events: Iterable[DataEvent], now: float) -> None:
+        assert self._hand_offs is not None
+        for event in events:
+            self._carry_out(self._hand_offs.endpoint.on_data(event, now), now)
+
+    def _carry_out(self, effects: Iterable[EndpointEffect], now: float) -> None:
+        """Data-plane effects may be answered at once, and the answers may have effects: all of them, in order."""
+        assert self._hand_offs is not None
+        waiting = deque(effects)
+        while waiting:
+            effect = waiting.popleft()
+            match effect:
+                case SendFrame():
+                    self._mesh.send(effect.worker, Epoch(effect.dst_epoch), effect.body)
+                case EngineEvent():
+                    self._deliver(effect.event)
+                case _:
+                    for event in self._hand_offs.data.execute(effect, now):
+                        waiting.extend(self._hand_offs.endpoint.on_data(event, now))
+
+    def _publish(self, now: float) -> None:
+        snapshot = self._take_snapshot(now)
+        with self._told:
+            changed = snapshot.listed != self._snapshot.listed
+            self._snapshot = snapshot
+            if changed:
+                self._told.notify_all()
+
+    def _take_snapshot(self, now: float) -> IoSnapshot:
+        hand_offs = self._hand_offs
+        return IoSnapshot(
+            at_s=now,
+            listed=self._roster.listed,
+            members=tuple(self._roster.members.values()),
+            silent=self._roster.silent,
+            mesh=self._mesh.counters,
+            dropped=dict(self._dropped),
+            data=hand_offs.data.snapshot(now) if hand_offs is not None else None,
+            sessions=tuple(hand_offs.endpoint.sessions()) if hand_offs is not None else (),
+            endpoint=dict(hand_offs.endpoint.counters) if hand_offs is not None else {},
+        )

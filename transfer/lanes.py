@@ -1,0 +1,56 @@
+"""Builds the lanes that the configuration asks for and this machine has. Owns no state; says why one is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.common.config import ClusterConfig
+from baton.common.engine.batch import KvBuffer
+from baton.common.errors import ConfigError
+from baton.common.ids import Stamp
+from baton.common.log import EventLog
+from baton.transfer.mesh import Mesh
+from baton.transfer.transports.base import PullTransport, StagedTransport
+from baton.transfer.transports.local import LocalTransport
+from baton.transfer.transports.ucx import UcxTransport, why_unavailable
+from baton.transfer.transports.zmq import ZmqTransport
+
+_log = EventLog("baton.transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The transports of one process."""
+
+    staged: tuple[StagedTransport, ...]
+    pull: tuple[PullTransport, ...] = ()
+
+
+LaneFactory = Callable[[Stamp, ClusterConfig, Mesh, KvBuffer], Lanes]
+
+
+def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer) -> Lanes:
+    """Raises ConfigError when none of the configured lanes can work here."""
+    staged: list[StagedTransport] = []
+    pull: list[PullTransport] = []
+    missing: list[str] = []
+    for lane in config.transfer.lanes:
+        match lane:
+            case "local":
+                pull.append(LocalTransport(buffer.as_bytes()))
+            case "zmq":
+                staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
+            case "ucx":
+                reason = why_unavailable()
+                if reason:
+                    missing.append(f"ucx: {reason}")
+                    _log.info("lane_missing", lane="ucx", reason=reason)
+                else:
+                    secret = mesh.keys.data_secret if mesh.keys is not None else ""
+                    staged.append(UcxTransport(stamp, mesh, config.bind_host, secret))
+            case _:
+                raise ConfigError("transfer.lanes", lane, "no such lane")
+    if not staged and not pull:
+        raise ConfigError("transfer.lanes", config.transfer.lanes, "; ".join(missing), 'add "zmq": it always works')
+    return Lanes(tuple(staged), tuple(pull))

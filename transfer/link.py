@@ -1,0 +1,194 @@
+"""Which lane to which peer, and why. Pure: told what transports report, it answers which lane an attempt shall use.
+
+Owns: the state of every (peer, lane), the avoidance of a lane that failed, and the schedule for trying it again.
+Never: a socket, or a change of lane within an attempt: a lane is chosen when a hand-off is prepared, and the next
+attempt may get another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.common.ids import Stamp, WorkerId
+from baton.common.messages import LaneAddress
+
+CONNECT_TIMEOUT_S = 5.0
+"""An opening link that has not been proven by then is given up, and tried again later."""
+PATIENCE_S = 1.5
+"""So long a hand-off waits for a better lane that is still connecting."""
+RETRY_S = 2.0
+AVOID_S = 10.0
+"""So long a lane that failed under a hand-off is passed over for that peer."""
+
+
+class LaneStatus(StrEnum):
+    CONNECTING = "connecting"
+    UP = "up"
+    DOWN = "down"
+    ABSENT = "absent"  # one of the two sides does not have it
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """One lane to one peer at one moment, as `choose_lane` sees it."""
+
+    lane: str
+    status: LaneStatus
+    reason: str = ""  # why it is not up
+    age_s: float = 0.0  # in this status
+    avoided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    lane: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A lane is about to come up; ask again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoLane:
+    reason: str
+
+
+def choose_lane(views: Sequence[LaneView]) -> Chosen | Wait | NoLane:
+    """The first lane, in order of preference, that is up and has not just failed. A better one that is about to come
+    up is waited for, but not long; one that just failed is taken when it is all there is."""
+    passed: list[str] = []
+    for view in views:
+        if view.status is LaneStatus.UP and not view.avoided:
+            return Chosen(view.lane, f"preferred over the rest; passed over: {'; '.join(passed) or 'none'}")
+        if view.status is LaneStatus.CONNECTING and view.age_s < PATIENCE_S:
+            return Wait(f"{view.lane} is connecting")
+        why = view.reason or view.status
+        passed.append(f"{view.lane} ({'failed a moment ago' if view.avoided else why})")
+    for view in views:
+        if view.status is LaneStatus.UP:
+            return Chosen(view.lane, f"failed a moment ago, but nothing else is up: {'; '.join(passed)}")
+    for view in views:
+        if view.status is LaneStatus.CONNECTING:
+            return Wait(f"{view.lane} is connecting")
+    return NoLane("; ".join(passed) or "no lane is configured")
+
+
+@dataclass(slots=True)
+class _Lane:
+    address: LaneAddress | None
+    status: LaneStatus
+    since_s: float
+    reason: str = ""
+    avoid_until_s: float = float("-inf")
+    retry_at_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """The transport of `lane` shall open (or open again) its link to `peer`."""
+
+    peer: Stamp
+    lane: str
+    address: LaneAddress
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    peer: Stamp
+    lane: str
+
+
+class Links:
+    """All lanes to all peers that this process receives from. `lanes` in order of preference."""
+
+    def __init__(self, lanes: Sequence[str]) -> None:
+        self._order = tuple(lanes)
+        self._peers: dict[Stamp, dict[str, _Lane]] = {}
+
+    def set_peers(self, peers: Iterable[tuple[Stamp, Sequence[LaneAddress]]], now: float) -> list[OpenLink | CloseLink]:
+        """The whole set. A peer that restarted is another peer."""
+        wanted = dict(peers)
+        effects: list[OpenLink | CloseLink] = []
+        for peer in self._peers.keys() - wanted.keys():
+            lanes = self._peers.pop(peer)
+            effects += [CloseLink(peer, name) for name, lane in lanes.items() if lane.address is not None]
+        for peer, addresses in wanted.items():
+            if peer not in self._peers:
+                by_lane = {address.lane: address for address in addresses}
+                self._peers[peer] = {name: self._new_lane(by_lane.get(name), now) for name in self._order}
+                effects += [OpenLink(peer, name, by_lane[name]) for name in self._order if name in by_lane]
+        return effects
+
+    def knows(self, peer: Stamp) -> bool:
+        return peer in self._peers
+
+    def on_up(self, peer: Stamp, lane: str, now: float) -> None:
+        self._move(peer, lane, LaneStatus.UP, "", now)
+
+    def on_down(self, peer: Stamp, lane: str, reason: str, now: float) -> None:
+        self._move(peer, lane, LaneStatus.DOWN, reason, now)
+
+    def on_failure(self, peer: Stamp, lane: str, now: float) -> None:
+        """A hand-off broke on this lane: avoid it for a while. Whether the link is up is the transport's to say."""
+        state = self._peers.get(peer, {}).get(lane)
+        if state is not None:
+            state.avoid_until_s = now + AVOID_S
+
+    def on_timer(self, now: float) -> list[OpenLink | CloseLink]:
+        """Gives up links that do not come up, and tries again those that are down."""
+        effects: list[OpenLink | CloseLink] = []
+        for peer, lanes in self._peers.items():
+            for name, lane in lanes.items():
+                if now < lane.retry_at_s or lane.address is None:
+                    continue
+                if lane.status is LaneStatus.CONNECTING:
+                    self._move(peer, name, LaneStatus.DOWN, lane.reason or "no answer", now)
+                    effects.append(CloseLink(peer, name))
+                else:
+                    self._move(peer, name, LaneStatus.CONNECTING, lane.reason, now)
+                    effects.append(OpenLink(peer, name, lane.address))
+        return effects
+
+    def next_deadline(self) -> float | None:
+        times = [lane.retry_at_s for lanes in self._peers.values() for lane in lanes.values()]
+        return min(times, default=None) if times and min(times) < float("inf") else None
+
+    def views(self, peer: Stamp, now: float) -> list[LaneView]:
+        return [
+            LaneView(name, lane.status, lane.reason, now - lane.since_s, now < lane.avoid_until_s)
+            for name, lane in self._peers.get(peer, {}).items()
+        ]
+
+    def choose(self, peer: Stamp, now: float) -> Chosen | Wait | NoLane:
+        if peer not in self._peers:
+            return NoLane("the peer is not a member")
+        return choose_lane(self.views(peer, now))
+
+    def snapshot(self, now: float) -> dict[WorkerId, list[LaneView]]:
+        return {peer.worker: self.views(peer, now) for peer in self._peers}
+
+    @staticmethod
+    def _new_lane(address: LaneAddress | None, now: float) -> _Lane:
+        if address is None:
+            return _Lane(None, LaneStatus.ABSENT, now, "the peer does not have it")
+        return _Lane(address, LaneStatus.CONNECTING, now, retry_at_s=now + CONNECT_TIMEOUT_S)
+
+    def _move(self, peer: Stamp, name: str, status: LaneStatus, reason: str, now: float) -> None:
+        lane = self._peers.get(peer, {}).get(name)
+        if lane is None:
+            return  # a late report about a peer that has left
+        lane.since_s = lane.since_s if lane.status is status else now
+        lane.status, lane.reason = status, reason
+        match status:
+            case LaneStatus.CONNECTING:
+                lane.retry_at_s = now + CONNECT_TIMEOUT_S
+            case LaneStatus.DOWN:
+                lane.retry_at_s = now + RETRY_S
+            case _:
+                lane.retry_at_s = float("inf")

@@ -1,0 +1,267 @@
+"""Staging memory, and the one place where a peer's bytes turn into pages.
+
+Owns: the ring of staging slots with its leases, the registration of every hand-off that may still write pages, and the
+copy between slots and pages in both directions. Never: a socket, a decision about a hand-off, or a page that was not
+registered.
+
+Invariants. R1: every slot is free, or reserved for one hand-off, or leased to one operation; a lease ends only by
+`give_back`, so a slot whose operation has not provably ended is *quarantined*: its hand-off may be long gone. R2: no
+overcommit: a reservation is backed by slots that exist now. S1: bytes reach pages only through `_scatter_region`, only
+after size and digest were right, and only pages of a registration that is still there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import xxhash
+
+from baton.common.ids import HandoffKey
+from baton.common.messages import Chunk
+from baton.common.units import pages_for_tokens
+from baton.transfer.transports.base import Bytes, PageIds
+
+
+@dataclass(slots=True, eq=False)
+class SlotLease:
+    """One slot in the hands of one operation, stamped with what it is for."""
+
+    key: HandoffKey
+    seq: int
+    index: int
+    view: Bytes  # the whole slot
+    ended: bool = False
+
+
+class StagingRing:
+    """`slots` slots of `slot_bytes` bytes. Memory is touched, and so paid for, when a slot is first used."""
+
+    def __init__(self, ring_bytes: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = ring_bytes // slot_bytes
+        assert self.slots > 0, f"a ring of {ring_bytes} bytes holds no slot of {slot_bytes}"
+        self._map = mmap.mmap(-1, self.slots * slot_bytes)
+        self._memory = np.frombuffer(self._map, dtype=np.uint8).reshape(self.slots, slot_bytes)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._reserved: dict[HandoffKey, list[int]] = {}
+        self._leases: dict[int, SlotLease] = {}
+
+    def reserve(self, key: HandoffKey, want: int) -> int:
+        """Up to `want` slots for `key`, as many as are free; 0 when none is. Once per key."""
+        assert key not in self._reserved, f"{key} has a reservation"
+        granted = min(want, len(self._free))
+        if granted > 0:
+            self._reserved[key] = [self._free.pop() for _ in range(granted)]
+        return granted
+
+    def lease(self, key: HandoffKey, seq: int) -> SlotLease | None:
+        """One of the slots reserved for `key`; None when all of them are leased or none was reserved."""
+        idle = self._reserved.get(key)
+        return self._lease(key, seq, idle.pop()) if idle else None
+
+    def lease_free(self, key: HandoffKey, seq: int) -> SlotLease | None:
+        """A slot that nobody reserved; None when there is none."""
+        return self._lease(key, seq, self._free.pop()) if self._free else None
+
+    def give_back(self, lease: SlotLease) -> None:
+        """The operation has provably ended. The slot returns to its hand-off's reservation, when that is still there.
+        Consumes the lease."""
+        assert not lease.ended, f"slot {lease.index} given back twice"
+        lease.ended = True
+        del self._leases[lease.index]
+        self._reserved.get(lease.key, self._free).append(lease.index)
+
+    def close(self, key: HandoffKey) -> None:
+        """Ends the reservation. Leased slots stay out (quarantined) until they are given back. Unknown is fine."""
+        self._free.extend(self._reserved.pop(key, ()))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def leased(self) -> int:
+        return len(self._leases)
+
+    @property
+    def reserved(self) -> int:
+        """Reserved and not leased."""
+        return sum(map(len, self._reserved.values()))
+
+    def check(self) -> None:
+        """R1 and R2, by a full walk."""
+        idle = [index for indices in self._reserved.values() for index in indices]
+        every = sorted([*self._free, *idle, *self._leases])
+        assert every == list(range(self.slots)), f"slots are not partitioned: {every}"
+
+    def _lease(self, key: HandoffKey, seq: int, index: int) -> SlotLease:
+        lease = SlotLease(key, seq, index, self._memory[index])
+        self._leases[index] = lease
+        return lease
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReq:
+    """The destination of one hand-off: pages of exactly the tokens [start, total_tokens)."""
+
+    pages: PageIds
+    start: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The region is in its pages."""
+
+    nbytes: int
+    scatter_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """Wrong size or digest: worth a second try."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotMine:
+    """No such registration, or a region that is no part of it: nothing a second try could mend."""
+
+    reason: str
+
+
+Scatter = Scattered | Damaged | NotMine
+
+
+class StagingHandler:
+    """Copies regions between staging memory and one pool's pages. `pool` is uint8 [num_pages, page_bytes]."""
+
+    def __init__(self, pool: Bytes, page_size: int) -> None:
+        assert pool.ndim == 2
+        assert pool.flags.c_contiguous, "one page is one contiguous block"
+        self.pool = pool
+        self.page_size = page_size
+        self.page_bytes = pool.shape[1]
+        self._reqs: dict[HandoffKey, DecodeReq] = {}
+        self._landed: dict[HandoffKey, dict[int, tuple[int, int]]] = {}
+
+    def register_decode_req(self, key: HandoffKey, pages: PageIds, start: int, total_tokens: int) -> None:
+        """From now on regions of `key` may land in `pages`, until `forget`. Before the offer leaves, so that no region
+        can arrive unexpected."""
+        assert key not in self._reqs, f"{key} is registered"
+        assert start % self.page_size == 0, f"start {start} is not page-aligned"
+        assert len(pages) == pages_for_tokens(total_tokens - start, self.page_size), (len(pages), start, total_tokens)
+        assert len(pages) == 0 or (pages.min() > 0 and pages.max() < len(self.pool)), "a page outside of the pool"
+        self._reqs[key] = DecodeReq(pages, start, total_tokens)
+        self._landed[key] = {}
+
+    def forget(self, key: HandoffKey) -> None:
+        """After this nothing of `key` writes a page. Unknown is fine."""
+        self._reqs.pop(key, None)
+        self._landed.pop(key, None)
+
+    def landed_spans(self, key: HandoffKey) -> list[tuple[int, int]]:
+        """[first, end) in tokens of the regions that have landed, in order."""
+        return sorted(self._landed.get(key, {}).values())
+
+    def pages_of(self, key: HandoffKey, chunk: Chunk) -> PageIds | NotMine:
+        """The registered pages that `chunk` covers, or why it covers none: every boundary but the last is
+        page-aligned, and the span lies within the registration."""
+        req = self._reqs.get(key)
+        if req is None:
+            return NotMine("no such hand-off is registered")
+        first, end = chunk.first_token, chunk.first_token + chunk.tokens
+        if first % self.page_size or (end % self.page_size and end != req.total_tokens):
+            return NotMine(f"region [{first}, {end}) is not page-aligned")
+        if not req.start <= first < end <= req.total_tokens:
+            return NotMine(f"region [{first}, {end}) is outside of [{req.start}, {req.total_tokens})")
+        if self._landed[key].get(chunk.seq, (first, end)) != (first, end):
+            return NotMine(f"region {chunk.seq} has landed elsewhere")
+        offset = (first - req.start) // self.page_size
+        return req.pages[offset : offset + pages_for_tokens(chunk.tokens, self.page_size)]
+
+    def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
+        """Verifies the staged bytes of `chunk` and copies them into its pages. The only writer of a peer's bytes."""
+        pages = self.pages_of(key, chunk)
+        if isinstance(pages, NotMine):
+            return pages
+        damage = self._damage(chunk, len(pages), data)
+        if damage:
+            return Damaged(damage)
+        started = time.perf_counter()
+        scatter_pages(self.pool, pages, data)
+        return self._note_landed(key, chunk, started)
+
+    def verify_pulled(self, key: HandoffKey, chunk: Chunk, pages: PageIds, started: float) -> Scatter:
+        """The same for a lane that has copied into the pages itself: they are the hand-off's and hold nothing yet, so
+        they may hold a damaged region until it is pulled again. `started` is when the copy began."""
+        if chunk.nbytes != len(pages) * self.page_bytes:
+            return Damaged(f"{chunk.nbytes} bytes announced for {len(pages)} pages")
+        if digest_of_pages(self.pool, pages) != chunk.digest:
+            return Damaged("digest differs")
+        return self._note_landed(key, chunk, started)
+
+    def gather(self, pages: PageIds, out: Bytes) -> Bytes:
+        """Copies `pages` into the front of `out`, one after the other, and returns that part of it."""
+        filled = out[: len(pages) * self.page_bytes]
+        gather_pages(self.pool, pages, filled)
+        return filled
+
+    def _damage(self, chunk: Chunk, pages: int, data: Bytes) -> str:
+        if not len(data) == chunk.nbytes == pages * self.page_bytes:
+            return f"{len(data)} bytes came, {chunk.nbytes} were announced, {pages * self.page_bytes} belong there"
+        return "" if digest_of(data) == chunk.digest else "digest differs"
+
+    def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
+        self._landed[key][chunk.seq] = (chunk.first_token, chunk.first_token + chunk.tokens)
+        return Scattered(chunk.nbytes, time.perf_counter() - started)
+
+
+def digest_of(data: Bytes) -> int:
+    """xxh3-64 of contiguous bytes."""
+    return int(xxhash.xxh3_64_intdigest(data.data))
+
+
+def digest_of_pages(pool: Bytes, pages: PageIds) -> int:
+    """xxh3-64 of the pages' bytes, as if gathered."""
+    hasher = xxhash.xxh3_64()
+    for first, count, _ in runs(pages):
+        hasher.update(pool[first : first + count].reshape(-1).data)
+    return int(hasher.intdigest())
+
+
+def scatter_pages(pool: Bytes, pages: PageIds, data: Bytes) -> None:
+    """pool[pages] = data. By 8-byte words: indexed copies of bytes are several times slower."""
+    rows = data.reshape(len(pages), pool.shape[1])
+    if _whole_words(pool) and _whole_words(rows):
+        pool.view(np.int64)[pages] = rows.view(np.int64)
+    else:
+        pool[pages] = rows
+
+
+def gather_pages(pool: Bytes, pages: PageIds, out: Bytes) -> None:
+    """out = pool[pages]."""
+    rows = out.reshape(len(pages), pool.shape[1])
+    if _whole_words(pool) and _whole_words(rows):
+        pool, rows = pool.view(np.int64), rows.view(np.int64)
+    np.take(pool, pages, axis=0, out=rows, mode="clip")  # any other mode copies twice; the ids have been checked
+
+
+def _whole_words(rows: Bytes) -> bool:
+    return rows.shape[1] % 8 == 0 and rows.ctypes.data % 8 == 0
+
+
+def runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
+    """(first page, count, offset in `pages`) of each stretch of consecutive page ids."""
+    if len(pages) == 0:
+        return
+    starts = np.flatnonzero(np.diff(pages) != 1) + 1
+    bounds = [0, *starts.tolist(), len(pages)]
+    for at, end in pairwise(bounds):
+        yield int(pages[at]), end - at, at

@@ -1,0 +1,141 @@
+"""What a lane is: the interface every transport implements, and the events it reports. No lane is special to its users.
+
+Terms. A *link* is one peer process reached over one lane, seen from the receiver, who opens it: whoever owns the
+destination memory asks for the bytes, in every lane. An *operation* (`op`, a number chosen by the caller, never used
+twice) is one region on its way. A *tag* names a region on both sides and is never used twice either.
+
+Rules that every transport keeps, and `baton.transfer.testing` checks:
+- Each operation ends exactly once: `Received`, `Sent` or `Ended`. Until then the transport may touch its memory, and
+  afterwards never again. That is what a quarantined staging slot waits for.
+- Bytes are only written where a `receive` for their tag is open. Everything else from a peer is counted and dropped.
+- A receive ends by itself when its peer dies. A send ends by then, or when it is cancelled: it reads memory that is
+  kept until it ends, so nothing is lost by waiting.
+- `cancel` asks for an end; the end is reported by `poll`. Cancelling what has ended is harmless.
+- A transport proves who its peer is before a byte is exchanged (`LinkUp`); a peer without the cluster's keys never is.
+- All calls come from one owner thread; none of them waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from baton.common.ids import Stamp
+from baton.common.messages import LaneAddress
+
+Bytes = npt.NDArray[np.uint8]
+PageIds = npt.NDArray[np.int32]
+WakeSource = int | zmq.Socket[bytes]
+"""A descriptor or ZMQ socket that becomes readable when `poll` has something to report."""
+
+
+class Watcher(Protocol):
+    """Whoever waits on behalf of a transport (`baton.transfer.mesh.Mesh`), and polls it when a source is readable."""
+
+    def register(self, source: WakeSource) -> None: ...
+
+    def unregister(self, source: WakeSource) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """All bytes of the region are in `data` (the memory given to `receive`, or the transport's own, given away)."""
+
+    op: int
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The payload's memory is the caller's again. Not that anybody received it."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Over without success; the memory is the caller's again."""
+
+    op: int
+    reason: str
+    peer_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """The peer is proven, and may be asked for regions."""
+
+    peer: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The link could not be opened, or broke. `open` may be called again."""
+
+    peer: Stamp
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """Why a pull did not happen, or not wholly."""
+
+    reason: str
+    peer_lost: bool
+
+
+TransportEvent = Received | Sent | Ended | LinkUp | LinkDown
+
+
+class Transport(Protocol):
+    """Common to all lanes. `open` is answered by LinkUp or LinkDown; a link that is up can still go down."""
+
+    lane: str
+
+    def address(self) -> LaneAddress:
+        """What peers need for `open`; published with the membership, so only members see it."""
+        ...
+
+    def open(self, peer: Stamp, address: LaneAddress) -> None: ...
+
+    def close_link(self, peer: Stamp) -> None:
+        """Forgets the peer. Its operations end."""
+        ...
+
+    def poll(self) -> list[TransportEvent]: ...
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way whose end no wake source announces: poll again within milliseconds."""
+        ...
+
+    def close(self) -> None:
+        """Gives up everything at once and returns when no memory of a caller is touched any more."""
+        ...
+
+
+class StagedTransport(Transport, Protocol):
+    """Bytes travel from a contiguous payload at the source to a contiguous slot at the receiver."""
+
+    def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
+        """Asks `peer` for the region `tag` of exactly `len(slot)` bytes. A size that differs ends the operation."""
+        ...
+
+    def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
+        """Holds `payload` ready under `tag` until `peer` asks for it."""
+        ...
+
+    def cancel(self, op: int) -> None: ...
+
+
+class PullTransport(Transport, Protocol):
+    """The receiver reads the source's pages itself, straight into its own. Done when it returns: nothing to cancel."""
+
+    def pull(self, peer: Stamp, source_pages: PageIds, pages: PageIds) -> PullFailed | None:
+        """Copies `source_pages` of the peer's pool into `pages` of ours, one for one. After a failure the pages hold
+        anything."""
+        ...

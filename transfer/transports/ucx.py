@@ -1,0 +1,542 @@
+"""The lane over UCX (through `ucxx`): shared memory, TCP, or whatever fabric UCX finds. Two-sided and staged.
+
+Owns: a thread with its own asyncio loop, one UCX worker, and an endpoint per peer. Never: a one-sided access to memory
+of a peer, or a listener (UCX would open it on every interface): peers meet through worker addresses, which travel with
+the encrypted membership.
+
+UCX knows no passwords and does not encrypt: use it on a network that is yours. Whoever wants a region must first prove
+that it has the cluster's secret (HMAC over a fresh nonce, both ways); the source makes no endpoint for anybody else,
+and tags of regions are only known to those who got them over the encrypted control plane.
+
+Receiving is posted first, then asked for, so a region never waits inside UCX, and each tag is used once. A receive
+that UCX holds cannot be taken back: to cancel one, the receiver sends DROP, and the source completes it with a region
+of one byte, if it has not sent it yet. When that does not happen in time the endpoint is closed, which ends every
+request on it. Until then the slot is UCX's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import importlib.util
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from baton.common import env
+from baton.common.errors import ConfigError
+from baton.common.ids import Stamp
+from baton.common.log import EventLog
+from baton.common.messages import LaneAddress
+from baton.transfer.transports.base import Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent, Watcher
+
+_DOOR_BYTES = 8192
+_TAGS_PER_ASK = 8
+_DROP_BIT = 1 << 63
+_CANCEL_TIMEOUT_S = 2.0
+_START_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 10.0
+_ABORT_NS = 10**9
+_MAX_ASKED = 1 << 16
+
+_log = EventLog("baton.transfer")
+
+
+def why_unavailable() -> str:
+    """ "" when the lane can be built here."""
+    return "" if importlib.util.find_spec("ucxx") else "ucxx is not installed (pip install 'baton-pd[ucx]')"
+
+
+# What we use of ucxx, which has no types.
+
+
+class _Endpoint(Protocol):
+    closed: bool
+
+    def send(self, buffer: npt.NDArray[np.generic], tag: object, force_tag: bool) -> Awaitable[None]: ...
+
+    def recv(self, buffer: npt.NDArray[np.generic], tag: object, force_tag: bool) -> Awaitable[None]: ...
+
+    def abort(self, period: int) -> None: ...
+
+
+class _Worker(Protocol):
+    def cancel_inflight_requests(self) -> int: ...
+
+
+class _WorkerAddress(Protocol):
+    def tobytes(self) -> bytes: ...
+
+
+class _Context(Protocol):
+    worker: _Worker
+    worker_address: _WorkerAddress
+
+    def recv(self, buffer: npt.NDArray[np.generic], tag: object) -> Awaitable[None]: ...
+
+    def create_endpoint_from_worker_address(self, address: object) -> Awaitable[_Endpoint]: ...
+
+    def stop_notifier_thread(self) -> None: ...
+
+
+class _Ucxx:
+    """The names we need. Imported late: its environment must be set first, and it need not be there."""
+
+    def __init__(self) -> None:
+        import ucxx._lib.libucxx as native
+        from ucxx.core import ApplicationContext
+
+        self.error = cast(type[Exception], native.UCXError)
+        self.tag = cast(Callable[[int], object], native.UCXXTag)
+        self.parse_address = cast(Callable[[bytes], object], native.UCXAddress.create_from_buffer)
+        self._new_context = ApplicationContext
+
+    def new_context(self) -> _Context:
+        """In a running loop, which UCX tells of every completion. Other progress modes burn a core when idle."""
+        return cast(_Context, self._new_context({}, progress_mode="thread", enable_python_future=True))
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """receiver -> source's door."""
+
+    stamp: Stamp
+    meant_for: int  # epoch
+    worker: bytes
+    reply_tag: int
+    nonce: bytes
+
+
+class _Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """source -> receiver: asks go under `ask_tag`."""
+
+    stamp: Stamp
+    nonce: bytes
+    ask_tag: int
+
+
+class _Seal:
+    """Fixed-size messages that only holders of the secret can make."""
+
+    def __init__(self, secret: str) -> None:
+        self._key = bytes.fromhex(secret)
+
+    def close(self, message: _Hello | _Welcome) -> Bytes:
+        body = msgspec.msgpack.encode(message)
+        sealed = struct.pack("<I", len(body)) + self._mac(type(message).__name__, body) + body
+        assert len(sealed) <= _DOOR_BYTES, len(sealed)
+        return np.frombuffer(sealed.ljust(_DOOR_BYTES, b"\0"), dtype=np.uint8).copy()
+
+    def open_hello(self, sealed: Bytes) -> _Hello | None:
+        body = self._checked(sealed, _Hello.__name__)
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.msgpack.decode(body, type=_Hello)
+        return None
+
+    def open_welcome(self, sealed: Bytes) -> _Welcome | None:
+        body = self._checked(sealed, _Welcome.__name__)
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.msgpack.decode(body, type=_Welcome)
+        return None
+
+    def _checked(self, sealed: Bytes, kind: str) -> bytes:
+        data = sealed.tobytes()
+        (length,) = struct.unpack_from("<I", data)
+        mac, body = data[4:36], data[36 : 36 + length]
+        return body if hmac.compare_digest(mac, self._mac(kind, body)) else b""
+
+    def _mac(self, kind: str, body: bytes) -> bytes:
+        return hmac.digest(self._key, kind.encode() + b"\0" + body, hashlib.sha256)
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """Towards a source, on the receiver's side."""
+
+    peer: Stamp
+    endpoint: _Endpoint | None = None
+    ask_tag: int = 0  # 0: not welcomed yet
+    ops: dict[int, int] = field(default_factory=dict)  # op -> tag
+    cancelled: set[int] = field(default_factory=set)
+    outbox: list[int] = field(default_factory=list)
+    flushing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A proven receiver, on the source's side."""
+
+    peer: Stamp
+    endpoint: _Endpoint
+    ask_tag: int
+    asked: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    op: int
+    payload: Bytes
+
+
+class _Core:
+    """Everything that lives on the loop's thread."""
+
+    def __init__(self, ucxx: _Ucxx, stamp: Stamp, secret: str, report: Callable[[TransportEvent], None]) -> None:
+        self._ucxx = ucxx
+        self._stamp = stamp
+        self._seal = _Seal(secret)
+        self._report = report
+        self._context = ucxx.new_context()
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[Stamp, _Link] = {}
+        self._callers: dict[Stamp, _Caller] = {}
+        self._ready: dict[tuple[Stamp, int], _Ready] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self.door = _new_tag()
+        self.worker_address = self._context.worker_address.tobytes()
+        self._start(self._answer_door())
+
+    async def run(self) -> None:
+        """Until `close`: then ends every request and waits for it."""
+        await self._closing.wait()
+        for link in list(self._links.values()):
+            self._break(link, "closed", quietly=True)
+        for caller in list(self._callers.values()):
+            self._forget_caller(caller)
+        for ready in self._ready.values():
+            self._report(Ended(ready.op, "closed", peer_lost=False))
+        self._ready.clear()
+        self._context.worker.cancel_inflight_requests()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S / 2)
+        self._context.stop_notifier_thread()
+
+    # --------------------------------------------------------------------- called from the owner thread
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def open(self, peer: Stamp, worker: bytes, door: int) -> None:
+        self.close_link(peer)
+        link = _Link(peer)
+        self._links[peer] = link
+        self._start(self._connect(link, worker, door))
+
+    def close_link(self, peer: Stamp) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            self._break(link, "link closed", quietly=True)
+        caller = self._callers.get(peer)
+        if caller is not None:
+            self._forget_caller(caller)
+        for key in [key for key in self._ready if key[0] == peer]:
+            self._report(Ended(self._ready.pop(key).op, "link closed", peer_lost=False))
+
+    def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
+        link = self._links.get(peer)
+        if link is None or not link.ask_tag or self._closing.is_set():
+            self._report(Ended(op, "the link is not open", peer_lost=False))
+            return
+        link.ops[op] = tag
+        self._start(self._receive(link, op, tag, slot))
+
+    def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
+        caller = self._callers.get(peer)
+        if caller is not None and tag in caller.asked:
+            del caller.asked[tag]
+            self._start(self._send(caller, op, tag, payload))
+        else:
+            self._ready[peer, tag] = _Ready(op, payload)
+
+    def cancel(self, op: int) -> None:
+        for link in self._links.values():
+            if op in link.ops and op not in link.cancelled:
+                link.cancelled.add(op)
+                self._ask(link, link.ops[op] | _DROP_BIT)
+                self._loop.call_later(_CANCEL_TIMEOUT_S, self._break_if_stuck, link, op)
+        for key in [key for key, ready in self._ready.items() if ready.op == op]:
+            del self._ready[key]
+            self._report(Ended(op, "cancelled", peer_lost=False))
+
+    # ---------------------------------------------------------------------------------------- receiver
+
+    async def _connect(self, link: _Link, worker: bytes, door: int) -> None:
+        nonce, reply_tag = secrets.token_bytes(16), _new_tag()
+        reply = np.zeros(_DOOR_BYTES, dtype=np.uint8)
+        try:
+            link.endpoint = await self._context.create_endpoint_from_worker_address(self._ucxx.parse_address(worker))
+            hello = _Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce)
+            welcomed = asyncio.ensure_future(link.endpoint.recv(reply, self._ucxx.tag(reply_tag), force_tag=True))
+            await asyncio.sleep(0)  # posted now
+            await link.endpoint.send(self._seal.close(hello), self._ucxx.tag(door), force_tag=True)
+            await welcomed
+        except self._ucxx.error as error:
+            self._break(link, f"cannot connect: {error}")
+            return
+        welcome = self._seal.open_welcome(reply)
+        if welcome is None or welcome.stamp != link.peer or welcome.nonce != nonce:
+            self._break(link, "the peer could not prove who it is")
+        elif self._links.get(link.peer) is link:
+            link.ask_tag = welcome.ask_tag
+            self._report(LinkUp(link.peer))
+            await self._watch(link)
+
+    async def _watch(self, link: _Link) -> None:
+        """A receive that nobody will send for ends when the peer does."""
+        assert link.endpoint is not None
+        try:
+            await link.endpoint.recv(np.zeros(8, dtype=np.uint8), self._ucxx.tag(_new_tag()), force_tag=True)
+        except self._ucxx.error as error:
+            self._break(link, f"connection lost: {error}")
+
+    async def _receive(self, link: _Link, op: int, tag: int, slot: Bytes) -> None:
+        assert link.endpoint is not None
+        posted = asyncio.ensure_future(link.endpoint.recv(slot, self._ucxx.tag(tag), force_tag=True))
+        await asyncio.sleep(0)  # posted now; only then the source may send
+        self._ask(link, tag)
+        try:
+            await posted
+        except self._ucxx.error as error:
+            self._report(Ended(op, str(error), peer_lost=self._links.get(link.peer) is not link))
+        else:
+            cancelled = op in link.cancelled
+            self._report(Ended(op, "cancelled", peer_lost=False) if cancelled else Received(op, slot))
+        del link.ops[op]
+        link.cancelled.discard(op)
+
+    def _ask(self, link: _Link, entry: int) -> None:
+        link.outbox.append(entry)
+        if not link.flushing:
+            link.flushing = True
+            self._start(self._flush(link))
+
+    async def _flush(self, link: _Link) -> None:
+        """Asks and drops in order; those that come while one message leaves go together in the next."""
+        assert link.endpoint is not None
+        try:
+            while link.outbox and self._links.get(link.peer) is link:
+                message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
+                entries, link.outbox = link.outbox[:_TAGS_PER_ASK], link.outbox[_TAGS_PER_ASK:]
+                message[: len(entries)] = entries
+                await link.endpoint.send(message.view(np.uint8), self._ucxx.tag(link.ask_tag), force_tag=True)
+        except self._ucxx.error as error:
+            self._break(link, f"cannot ask: {error}")
+        finally:
+            link.flushing = False
+
+    def _break_if_stuck(self, link: _Link, op: int) -> None:
+        if op in link.ops:
+            self._break(link, "a cancelled region did not end")
+
+    def _break(self, link: _Link, reason: str, quietly: bool = False) -> None:
+        """Closes the endpoint: every request on it ends, and is reported by whoever waits for it."""
+        if self._links.get(link.peer) is not link:
+            return
+        del self._links[link.peer]
+        if link.endpoint is not None:
+            link.endpoint.abort(period=_ABORT_NS)
+        if not quietly:
+            self._report(LinkDown(link.peer, reason))
+
+    # ------------------------------------------------------------------------------------------ source
+
+    async def _answer_door(self) -> None:
+        """Reads one fixed-size message after the other; without the right seal nothing follows from it."""
+        sealed = np.zeros(_DOOR_BYTES, dtype=np.uint8)
+        while not self._closing.is_set():
+            try:
+                await self._context.recv(sealed, self._ucxx.tag(self.door))
+            except self._ucxx.error as error:
+                if not self._closing.is_set():
+                    _log.warning("ucx_door", error=str(error))
+                continue
+            hello = self._seal.open_hello(sealed)
+            if hello is not None and hello.meant_for == self._stamp.epoch:
+                self._start(self._welcome(hello))
+            else:
+                _log.warning("ucx_stranger")
+
+    async def _welcome(self, hello: _Hello) -> None:
+        old = self._callers.get(hello.stamp)
+        if old is not None:
+            self._forget_caller(old)
+        try:
+            address = self._ucxx.parse_address(hello.worker)
+            endpoint = await self._context.create_endpoint_from_worker_address(address)
+            caller = _Caller(hello.stamp, endpoint, _new_tag())
+            self._callers[hello.stamp] = caller
+            self._start(self._hear_asks(caller))
+            welcome = self._seal.close(_Welcome(self._stamp, hello.nonce, caller.ask_tag))
+            await endpoint.send(welcome, self._ucxx.tag(hello.reply_tag), force_tag=True)
+        except self._ucxx.error as error:
+            _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))
+
+    async def _hear_asks(self, caller: _Caller) -> None:
+        message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
+        try:
+            while True:
+                await caller.endpoint.recv(message.view(np.uint8), self._ucxx.tag(caller.ask_tag), force_tag=True)
+                for entry in message.tolist():
+                    self._on_ask(caller, entry)
+        except self._ucxx.error:
+            self._forget_caller(caller)
+
+    def _on_ask(self, caller: _Caller, entry: int) -> None:
+        tag = entry & ~_DROP_BIT
+        if not tag:
+            return
+        if entry & _DROP_BIT:
+            if tag in caller.asked:  # else it has been sent
+                del caller.asked[tag]
+                self._start(self._send(caller, None, tag, np.zeros(1, dtype=np.uint8)))
+        elif (caller.peer, tag) in self._ready:
+            ready = self._ready.pop((caller.peer, tag))
+            self._start(self._send(caller, ready.op, tag, ready.payload))
+        else:
+            caller.asked[tag] = None
+            if len(caller.asked) > _MAX_ASKED:
+                self._forget_caller(caller)
+
+    async def _send(self, caller: _Caller, op: int | None, tag: int, payload: Bytes) -> None:
+        """`op` None: completes a receive that its owner does not want any more."""
+        try:
+            await caller.endpoint.send(payload, self._ucxx.tag(tag), force_tag=True)
+        except self._ucxx.error as error:
+            if op is not None:
+                self._report(Ended(op, str(error), peer_lost=True))
+        else:
+            if op is not None:
+                self._report(Sent(op))
+
+    def _forget_caller(self, caller: _Caller) -> None:
+        if self._callers.get(caller.peer) is caller:
+            del self._callers[caller.peer]
+            caller.endpoint.abort(period=_ABORT_NS)
+
+    # -------------------------------------------------------------------------------------------- both
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class UcxTransport:
+    """See StagedTransport. Raises ConfigError when UCX cannot start. `secret` is ClusterKeys.data_secret."""
+
+    lane = "ucx"
+
+    def __init__(self, stamp: Stamp, watcher: Watcher, bind_host: str, secret: str) -> None:
+        env.tune_ucx(_interface_of(bind_host))
+        self._watcher = watcher
+        self._events: deque[TransportEvent] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        started: Future[tuple[asyncio.AbstractEventLoop, _Core]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(started, stamp, secret)), name="ucx", daemon=True
+        )
+        self._thread.start()
+        self._loop, self._core = started.result(_START_TIMEOUT_S)
+        watcher.register(self._wake_fd)
+
+    def address(self) -> LaneAddress:
+        return LaneAddress(lane=self.lane, address={"worker": self._core.worker_address.hex(), "door": self._core.door})
+
+    def open(self, peer: Stamp, address: LaneAddress) -> None:
+        try:
+            worker, door = bytes.fromhex(str(address.address["worker"])), int(address.address["door"])
+        except (KeyError, ValueError):
+            self._report(LinkDown(peer, "its address makes no sense"))
+            return
+        self._call(self._core.open, peer, worker, door)
+
+    def close_link(self, peer: Stamp) -> None:
+        self._call(self._core.close_link, peer)
+
+    def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
+        self._call(self._core.receive, op, peer, tag, slot)
+
+    def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
+        self._call(self._core.send, op, peer, tag, payload)
+
+    def cancel(self, op: int) -> None:
+        self._call(self._core.cancel, op)
+
+    def poll(self) -> list[TransportEvent]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._call(self._core.close)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RuntimeError("UCX did not end its requests; staging memory must not be reused")
+        self._watcher.unregister(self._wake_fd)
+        os.close(self._wake_fd)
+
+    def _call(self, method: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(method, *arguments)
+
+    def _report(self, event: TransportEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._wake_fd, 1)
+
+    async def _main(self, started: Future[tuple[asyncio.AbstractEventLoop, _Core]], stamp: Stamp, secret: str) -> None:
+        try:
+            ucxx = _Ucxx()
+        except ImportError as error:
+            started.set_exception(ConfigError("transfer.lanes", "ucx", f"ucxx cannot be imported: {error}"))
+            return
+        try:
+            core = _Core(ucxx, stamp, secret, self._report)
+        except ucxx.error as error:
+            started.set_exception(ConfigError("transfer.lanes", "ucx", f"UCX does not start: {error}"))
+            return
+        started.set_result((asyncio.get_running_loop(), core))
+        await core.run()
+
+
+def _new_tag() -> int:
+    """Unguessable, and never the tag of a region: those are below 2^63."""
+    return secrets.randbits(62) | 1 << 63
+
+
+def _interface_of(host: str) -> str:
+    """The network interface that has this address, or "" when none is found (UCX then uses all it has)."""
+    with contextlib.suppress(OSError):
+        wanted = socket.gethostbyname(host)
+        if wanted.startswith("127."):
+            return "lo"
+        for _, name in socket.if_nameindex():
+            if _ipv4_of(name) == wanted:
+                return name
+    return ""
+
+
+def _ipv4_of(interface: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        siocgifaddr = 0x8915
+        answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
