@@ -43,7 +43,6 @@ class RefusalReason(StrEnum):
     NO_ROW = "no_row"
     TOO_LONG = "too_long"  # longer than a row, or than the whole pool: waiting does not help
     NO_ROOM_TO_GROW = "no_room_to_grow"  # admission: fits now, but active requests need the room
-    BEHIND_HEAD = "behind_head"  # admission: would overtake a request that must not wait any longer
 
 
 @dataclass(frozen=True, slots=True)

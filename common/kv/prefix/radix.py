@@ -300,7 +300,6 @@ class RadixCache:
         cut = pages_above * self._page_bytes
         upper = _Node(node.key[:cut], node.pages[:pages_above], parent, parent.end + pages_above)
         upper.locks = node.locks
-        upper.last_use = node.last_use
         parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[pages_above:]
