@@ -97,7 +97,7 @@ def test_nobody_reserves_more_than_it_can_still_use() -> None:
 def test_one_running_request_can_always_finish_alone() -> None:
     """`a` holds 3 of 20 pages and may grow to 15, so it lacks 12. `b` will be in transfer, its pages cannot be taken
     back: 12 must stay available, less the 5 that retracting `c`, which runs, would give."""
-    pool, admission = make(20, 1)
+    _, admission = make(20, 1)
     a = candidate("a", 12, total_len=60)
     admitted(admission.admit([a], []))
     assert isinstance(admission.admit([candidate("b", 24)], [active(a)]), Refused)
