@@ -101,11 +101,22 @@ def status(url: Url = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def kv(url: Url = None, as_json: AsJson = False) -> None:
+def kv(
+    url: Url = None,
+    as_json: AsJson = False,
+    worker: Annotated[str | None, typer.Option(help="With --page: the worker it belongs to.")] = None,
+    page: Annotated[int | None, typer.Option(help="Who holds this page, and what became of it before.")] = None,
+) -> None:
     """Show who owns the KV pages of every worker. Exit code 1 when a page is unaccounted for."""
     from baton.deploy import show
 
-    found = show.fetch_status(url or env.cluster_url())
+    gateway = url or env.cluster_url()
+    if (worker is None) != (page is None):
+        raise typer.BadParameter("--worker and --page belong together")
+    if worker is not None and page is not None:
+        typer.echo(show.fetch_page_owner(gateway, worker, page))
+        return
+    found = show.fetch_status(gateway)
     show.print_json(found.details) if as_json else show.print_census(found, Console(highlight=False))
     if not show.all_accounted(found):
         raise typer.Exit(FAILED)

@@ -241,6 +241,10 @@ class AsyncClient:
         """Workers, load, lanes, page census."""
         return msgspec.json.decode(await self._get("/status"), type=GatewayStatus)
 
+    async def page_owner(self, worker: str, page: int) -> str:
+        """Who holds one KV page of a worker, and since when; for people."""
+        return str(msgspec.json.decode(await self._get(f"/kv/{worker}/{page}"))["owner"])
+
     async def model(self) -> str:
         """The name of the model that is served; asked once."""
         if self._model is None:
@@ -394,6 +398,10 @@ class Client:
     def status(self) -> GatewayStatus:
         """Workers, load, lanes, page census."""
         return self._run(self._client.status())
+
+    def page_owner(self, worker: str, page: int) -> str:
+        """Who holds one KV page of a worker, and since when; for people."""
+        return self._run(self._client.page_owner(worker, page))
 
     def model(self) -> str:
         """The name of the model that is served."""

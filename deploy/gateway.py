@@ -14,15 +14,17 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import ray
+from ray.actor import ActorHandle
 
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
-from baton.common.errors import BatonError
-from baton.common.ids import Stamp
+from baton.common.errors import BatonError, ErrorCode, RequestError
+from baton.common.ids import Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Load
+from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.gateway_core import GatewayCore
-from baton.deploy.gateway_shell import Gateway
+from baton.deploy.gateway_shell import Gateway, UnknownWorkers, Workers
 from baton.deploy.http_server import GatewayServer, open_listener
 from baton.deploy.ray_side import find_process
 from baton.deploy.status import GatewayStatus
@@ -55,13 +57,13 @@ class GatewayProcess:
         controller_address: str,
         *,
         on_progress: Progress = lambda line: None,
-        worker_statuses: Callable[[IoThread], Mapping[str, object]] = lambda io: {},
+        workers: Callable[[IoThread], Workers] = lambda io: UnknownWorkers(),
     ) -> None:
         listener = open_listener(config.gateway.host, config.gateway.port)
         on_progress("loading the tokenizer")
         self._model = load_served_model(config)
         self._config = config
-        self._worker_statuses = worker_statuses
+        self._workers = workers
         self._gateway: Gateway | None = None
         self.io = IoThread(
             stamp,
@@ -109,10 +111,6 @@ class GatewayProcess:
     def _make_gateway(self) -> Gateway:
         config = self._config
         core = GatewayCore(config.gateway, config.transfer, config.liveness, self._model.max_model_len)
-
-        async def worker_statuses() -> Mapping[str, object]:
-            return await asyncio.to_thread(self._worker_statuses, self.io)
-
         return Gateway(
             core,
             self._model,
@@ -120,7 +118,7 @@ class GatewayProcess:
             MonotonicClock(),
             version=version("baton-pd"),
             stuck_after_s=config.liveness.engine_stuck_after_s,
-            worker_statuses=worker_statuses,
+            workers=self._workers(self.io),
         )
 
     def _on_event(self, event: object) -> None:
@@ -155,7 +153,7 @@ class GatewayActor:
             spec.keys,
             spec.controller_address,
             on_progress=self._progress.append,
-            worker_statuses=lambda io: ask_workers(spec.config.cluster, io),
+            workers=lambda io: RayWorkers(spec.config.cluster, io),
         )
         self._process.start()
 
@@ -192,21 +190,49 @@ class GatewayActor:
         return self._process is None or self._process.drain(timeout_s)
 
 
-def ask_workers(cluster: str, io: IoThread) -> Mapping[str, object]:
-    """Each worker's own account of itself. Workers that do not answer in time are left out: status must not hang on
-    the one process that is ill."""
-    refs = {}
-    for member in io.snapshot().members:
-        if member.role == "gateway":
-            continue
-        actor = find_process(cluster, actor_name(member.stamp.worker, member.stamp.incarnation))
-        if actor is not None:
-            refs[actor.status.remote()] = member.stamp.worker
-    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STATUS_TIMEOUT_S) if refs else ([], [])
-    statuses: dict[str, object] = {}
-    for reference in answered:
+class RayWorkers:
+    """`Workers` over their Ray actors, found by name. Ray's calls wait, so they run on threads of their own."""
+
+    def __init__(self, cluster: str, io: IoThread) -> None:
+        self._cluster = cluster
+        self._io = io
+
+    async def statuses(self) -> Mapping[str, object]:
+        return await asyncio.to_thread(self._ask_all)
+
+    async def page_owner(self, worker: str, page: int) -> str:
+        return await asyncio.to_thread(self._ask_page, worker, page)
+
+    def _ask_all(self) -> Mapping[str, object]:
+        """Workers that do not answer in time are left out: status must not hang on the one process that is ill."""
+        refs = {actor.status.remote(): worker for worker, actor in self._actors().items()}
+        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STATUS_TIMEOUT_S) if refs else ([], [])
+        statuses: dict[str, object] = {}
+        for reference in answered:
+            try:
+                statuses[refs[reference]] = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                _log.warning("worker_without_status", worker=refs[reference], error=str(error)[:200])
+        return statuses
+
+    def _ask_page(self, worker: str, page: int) -> str:
+        actor = self._actors().get(WorkerId(worker))
+        if actor is None:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"there is no worker {worker!r} with pages", "worker")
         try:
-            statuses[refs[reference]] = ray.get(reference)
-        except ray.exceptions.RayError:
-            _log.warning("worker_without_status", worker=refs[reference])
-    return statuses
+            owner: str = ray.get(actor.kv_census.remote(page), timeout=STATUS_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise RequestError(ErrorCode.INVALID_REQUEST, str(error.cause), "page") from error
+        except ray.exceptions.RayError as error:
+            raise RequestError(ErrorCode.NO_WORKER, f"{worker} does not answer", "worker") from error
+        return owner
+
+    def _actors(self) -> dict[WorkerId, ActorHandle]:
+        """Of the members that hold KV."""
+        found = {}
+        for member in self._io.snapshot().members:
+            if member.role in COMPUTE_ROLES:
+                actor = find_process(self._cluster, actor_name(member.stamp.worker, member.stamp.incarnation))
+                if actor is not None:
+                    found[member.stamp.worker] = actor
+        return found

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -31,13 +32,25 @@ from baton.deploy.tokenizer import ServedModel
 
 DRAINING_RETRY_AFTER_S = 1.0
 
-WorkerStatuses = Callable[[], Awaitable[Mapping[str, object]]]
-"""Each worker's own, detailed account of itself (its page census); asked for `/status`, never for a request."""
+
+class Workers(Protocol):
+    """The workers' own accounts of themselves, for `/status` and `/kv`; never asked for a request."""
+
+    async def statuses(self) -> Mapping[str, object]:
+        """By worker; those that do not answer in time are left out."""
+
+    async def page_owner(self, worker: str, page: int) -> str:
+        """Who holds a page, for people. Raises RequestError."""
 
 
-async def no_worker_statuses() -> Mapping[str, object]:
+class UnknownWorkers:
     """For a gateway that runs without Ray: it knows what heartbeats say, and nothing more."""
-    return {}
+
+    async def statuses(self) -> Mapping[str, object]:
+        return {}
+
+    async def page_owner(self, worker: str, page: int) -> str:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +97,7 @@ class Gateway:
         *,
         version: str,
         stuck_after_s: float,
-        worker_statuses: WorkerStatuses = no_worker_statuses,
+        workers: Workers | None = None,
     ) -> None:
         """Must be made on the loop that it shall run on."""
         self.model = model
@@ -94,7 +107,7 @@ class Gateway:
         self._clock = clock
         self._version = version
         self._stuck_after_s = stuck_after_s
-        self._worker_statuses = worker_statuses
+        self.workers: Workers = workers or UnknownWorkers()
         self._loop = asyncio.get_running_loop()
         self._running: dict[RequestId, _Running] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -293,7 +306,7 @@ class Gateway:
                 for worker, member in sorted(self._members.items())
             ],
             lanes=[use for _, use in sorted(self._lanes.items())],
-            details=dict(await self._worker_statuses()),
+            details=dict(await self.workers.statuses()),
         )
 
     @property

@@ -69,6 +69,7 @@ class HttpApi:
             "/metrics": self.metrics,
             "/version": self.version,
             "/status": self.status,
+            "/kv/{worker}/{page}": self.page_owner,
         }.items():
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
@@ -155,6 +156,13 @@ class HttpApi:
 
     async def status(self) -> Response:
         return _json(await self._gateway.status())
+
+    async def page_owner(self, worker: str, page: int) -> Response:
+        """Who holds one KV page of a worker, and its last transitions."""
+        try:
+            return _json({"owner": await self._gateway.workers.page_owner(worker, page)})
+        except RequestError as error:
+            return _error_response(error)
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the API's own error shape."""

@@ -16,11 +16,12 @@ from rich.console import Console
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.model.spec import resolve_source
-from baton.common.resolve import Layer, ModelFacts, Resolved, resolve
+from baton.common.resolve import Layer, ModelFacts, Resolved, merge, resolve
 from baton.deploy.launch import ClusterHandle, launch
 from baton.deploy.tokenizer import FAKE_MODEL, FakeModelInfo
 
 WATCH_INTERVAL_S = 1.0
+FAKE_NUM_PAGES = 4096
 
 
 def decide(layers: Sequence[Layer], console: Console) -> ClusterConfig:
@@ -36,6 +37,8 @@ def decide(layers: Sequence[Layer], console: Console) -> ClusterConfig:
 
         return model_info(spec, progress)
 
+    if merge(layers)[0].model.model == FAKE_MODEL:  # its pages are tiny: bytes would make millions of them
+        layers = [Layer("the fake model", {"kv": {"num_pages": FAKE_NUM_PAGES}}), *layers]
     resolved = resolve(layers, find_model)
     show_decisions(resolved, console)
     return resolved.config

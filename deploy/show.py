@@ -13,14 +13,19 @@ from baton.common.units import format_bytes
 from baton.deploy.client import Answer, Client
 from baton.deploy.status import GatewayStatus, WorkerAccount
 
-PAGE_CLASSES = ("free", "request", "cached_evictable", "cached_locked", "incoming", "outgoing", "quarantined")
-_TITLES = ("free", "request", "cached", "cached, locked", "incoming", "outgoing", "quarantined")
+PAGE_CLASSES = ("free", "cached", "cached_locked", "request", "incoming", "outgoing", "quarantined")
 
 
 def fetch_status(url: str) -> GatewayStatus:
     """Raises ClusterUnreachable."""
     with Client(url, timeout_s=15.0) as client:
         return client.status()
+
+
+def fetch_page_owner(url: str, worker: str, page: int) -> str:
+    """Raises ClusterUnreachable, RequestError."""
+    with Client(url, timeout_s=15.0) as client:
+        return client.page_owner(worker, page)
 
 
 def print_json(value: object) -> None:
@@ -51,47 +56,44 @@ def print_status(status: GatewayStatus, console: Console) -> None:
 
 
 def print_lanes(status: GatewayStatus, console: Console) -> None:
-    """What each pair of workers has handed over."""
-    table = _table("Hand-offs", "from", "to", "lane", ">hand-offs", ">bytes", ">mean", ">rate", "why this lane")
+    """The lane of each pair of workers, and what it has carried."""
+    table = _table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", ">rate", "other lanes")
     for use in status.lanes:
-        rate = f"{format_bytes(use.nbytes / use.seconds)}/s" if use.seconds else ""
-        why = next(
-            (
-                lane.reason
-                for lane in _account(status, use.decode_worker).lanes
-                if lane.peer == use.prefill_worker and lane.lane == use.lane
-            ),
-            "",
-        )
+        others = [
+            f"{lane.lane} {lane.status}" + (f" ({lane.reason})" if lane.reason else "")
+            for lane in _account(status, use.decode_worker).lanes
+            if lane.peer == use.prefill_worker and lane.lane != use.lane
+        ]
         table.add_row(
             use.prefill_worker,
             use.decode_worker,
             use.lane,
             str(use.transfers),
             format_bytes(use.nbytes),
-            _ms(use.seconds / use.transfers),
-            rate,
-            why,
+            f"{format_bytes(use.nbytes / use.seconds)}/s" if use.seconds else "",
+            ", ".join(others),
         )
     console.print(table)
 
 
 def print_census(status: GatewayStatus, console: Console) -> None:
     """Who owns the pages of every worker."""
-    table = _table("Pages", "worker", *(f">{title}" for title in _TITLES), ">total", "")
+    table = _table("Pages", "worker", *(f">{name.removeprefix('cached_')}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
         census = _account(status, worker.worker).census
         if not census:
             continue
-        left = unaccounted(census)
-        verdict = f"[red]{left} UNACCOUNTED[/]" if left else "all free or cached" if is_idle(census) else "in use"
+        lost = unaccounted(census)
+        verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
         table.add_row(worker.worker, *(str(census[name]) for name in PAGE_CLASSES), str(census["total"]), verdict)
     console.print(table)
+    if all_idle(status):
+        console.print("[green]Every page of every worker is free or cached.[/]")
 
 
 def is_idle(census: dict[str, int]) -> bool:
     """Nothing is held by a request, a hand-off or a quarantine."""
-    return census["free"] + census["cached_evictable"] == census["total"]
+    return census["free"] + census["cached"] == census["total"]
 
 
 def unaccounted(census: dict[str, int]) -> int:
@@ -112,46 +114,34 @@ def all_idle(status: GatewayStatus) -> bool:
 
 
 def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> None:
-    """Per request, where its time went. `answers`: (name, answer)."""
-    table = _table(
-        "Where the time went",
-        "request",
-        ">prompt",
-        ">cached",
-        ">handed over",
-        ">queue",
-        ">reserve",
-        ">prefill",
-        ">transfer",
-        ">bytes",
-        "lane",
-        ">scatter",
-        ">first token",
-        ">decode",
-        ">tokens",
-        ">tok/s",
+    """Per request, where its time went and what was moved for it. `answers`: (name, answer)."""
+    times = _table(
+        "Where the time went, in ms", "request", ">queue", ">reserve", ">prefill", ">transfer", ">scatter", ">decode",
+        ">first token", ">total",
+    )  # fmt: skip
+    moves = _table(
+        "What was moved", "request", ">prompt", ">cached", ">moved", ">bytes", "lane", "from", "to", ">answer", ">tok/s"
     )
     for name, answer in answers:
         time = answer.timeline
+        spans = (time.queue_s, time.reserve_wait_s, time.prefill_s, time.transfer_s, time.scatter_s, time.decode_s)
+        times.add_row(name, *(f"{span * 1000:.1f}" for span in (*spans, answer.ttft_s or 0.0, answer.total_s)))
         rate = answer.completion_tokens / time.decode_s if time.decode_s else 0.0
-        table.add_row(
+        moves.add_row(
             name,
             str(answer.prompt_tokens),
             str(answer.cached_tokens),
             str(time.transferred_tokens),
-            _ms(time.queue_s),
-            _ms(time.reserve_wait_s),
-            _ms(time.prefill_s),
-            _ms(time.transfer_s),
             format_bytes(time.transfer_bytes),
             time.lane or "-",
-            _ms(time.scatter_s),
-            _ms(answer.ttft_s or 0.0),
-            _ms(time.decode_s),
+            time.prefill_worker or "-",
+            time.decode_worker,
             str(answer.completion_tokens),
             f"{rate:.0f}",
         )
-    console.print(table)
+    console.print(times)
+    console.print()
+    console.print(moves)
 
 
 def timing_line(answer: Answer) -> str:
@@ -181,7 +171,7 @@ def _ms(seconds: float) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     """Columns that begin with ">" are numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="dim", no_wrap=True)

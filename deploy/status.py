@@ -44,16 +44,17 @@ class GatewayStatus(Struct, frozen=True, kw_only=True):
     details: dict[str, Any]
 
 
-class LaneChoice(Struct, frozen=True, kw_only=True):
-    """The lane that a worker uses towards a peer, and why that one."""
+class LaneState(Struct, frozen=True, kw_only=True):
+    """One lane from a worker to a peer. `reason`: why it is not up."""
 
     peer: str
     lane: str
+    status: str
     reason: str = ""
 
 
 class WorkerAccount(Struct, frozen=True, kw_only=True):
-    """What a worker tells of itself for `details`; anything else in there is shown as it is by `--json`."""
+    """What is read of a worker's own account (`baton.transfer.worker.WorkerStatus`) in `details`."""
 
     census: dict[str, int] = {}
-    lanes: list[LaneChoice] = []
+    lanes: list[LaneState] = []

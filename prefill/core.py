@@ -299,7 +299,9 @@ class PrefillCore:
             self._out.append(ShipRegion(key, shipped, done - shipped, pages))
             request.state = Prefilling(done)
         if done == request.total:
-            result = PrefillResult(token, logprob, request.prefill_s, request.cached_tokens)
+            # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
+            found = max(0, request.cached_tokens - request.offer.start)
+            result = PrefillResult(token, logprob, request.prefill_s, found)
             self._out.append(FinishSource(key, result))
             self._prefilling.remove(request)
             request.state = HandingOff()
