@@ -108,11 +108,9 @@ def kill_and_prove(cluster: str, run_dir: str, worker: WorkerId, incarnation: in
     """
     name = actor_name(worker, incarnation)
     handle = find_process(cluster, name)
-    grace_s = 0.0
     if handle is not None:
         ray.kill(handle, no_restart=True)
-        grace_s = KILL_GRACE_S
-    return _on_every_node(reap, run_dir, name, grace_s, REAP_TIMEOUT_S)
+    return _on_every_node(reap, run_dir, name, KILL_GRACE_S, REAP_TIMEOUT_S)
 
 
 def reap_strangers(run_dir: str, keep: frozenset[str]) -> bool:
