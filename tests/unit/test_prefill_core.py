@@ -83,7 +83,7 @@ def test_cached_prefix_is_shipped_without_computing() -> None:
     assert engine.batches[-1].num_tokens == 7
     assert regions(effects, 2) == [(20, 7)]
     assert isinstance(effects[-1], FinishSource)
-    assert effects[-1].result.cached_tokens == 20
+    assert effects[-1].result.cached_tokens == 16  # of those asked for: [4, 20)
     assert effects[-1].result.first_token == fake_generate(longer, GREEDY, 1)[0]
 
 
