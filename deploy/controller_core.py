@@ -383,9 +383,9 @@ class ControllerCore:
 
     def _verdict(self, live: Live, now: float) -> str:
         """Why this process must go, or ""."""
-        silent_s = now - live.heard_s
-        if silent_s >= self._liveness.dead_after_s:
-            return f"silent for {silent_s:.1f} s"
+        # The same sum as in `next_deadline`: a difference may round to a hair less, and the timer would spin.
+        if now >= live.heard_s + self._liveness.dead_after_s:
+            return f"silent for {now - live.heard_s:.1f} s"
         if live.member.load.step_age_s >= self._liveness.engine_stuck_after_s:
             return f"engine step has been running for {live.member.load.step_age_s:.1f} s"
         return ""

@@ -1,0 +1,156 @@
+"""Clients of the simulated cluster, and the judge of their answers.
+
+Owns every request's prompt, what arrived for it, and its outcome. Judges: exactly one outcome each; a complete answer
+equals `fake_answer` token for token, an incomplete one is a prefix of it; an error is typed and its cause happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.engine.fake_runner import FakeAnswer, fake_answer
+from baton.common.errors import ErrorCode
+from baton.common.ids import RequestId
+from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.units import pages_for_tokens
+from baton.deploy.gateway_core import RequestEnded, TokensArrived
+from baton.deploy.sim.settings import WorldSettings
+
+if TYPE_CHECKING:
+    from baton.deploy.sim.process import GatewayProcess
+
+CONNECTION_LOST = "connection lost"
+
+
+@dataclass(slots=True, eq=False)
+class ClientRequest:
+    """One request as its client sees it."""
+
+    request_id: RequestId
+    prompt: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    stop_after: int | None  # a stop string "appears" after this many tokens
+    gateway: GatewayProcess | None = None
+    cancelled: bool = False
+    stopped: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    outcome: str = ""  # "stop" | "length" | an ErrorCode | CONNECTION_LOST
+    ended: RequestEnded | None = None
+
+
+class Clients:
+    """All requests of a world."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, ClientRequest] = {}
+        self.planned = 0
+
+    def add(self, request: ClientRequest) -> None:
+        self.requests[request.request_id] = request
+
+    def tokens(self, effect: TokensArrived) -> None:
+        request = self.requests[effect.request_id]
+        assert not request.outcome, f"{request.request_id}: tokens after {request.outcome}"
+        assert effect.first_index == len(request.tokens), f"{request.request_id}: a gap or an overlap"
+        request.tokens.extend(effect.tokens)
+        request.logprobs.extend(effect.logprobs)
+        if request.stop_after is not None and len(request.tokens) >= request.stop_after and not request.stopped:
+            request.stopped = True
+            gateway = request.gateway
+            assert gateway is not None
+            gateway.after(
+                0.0, lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.world.now)), "stop string"
+            )
+
+    def ended(self, effect: RequestEnded) -> None:
+        request = self.requests[effect.request_id]
+        assert not request.outcome, f"{request.request_id}: {effect} after {request.outcome}"
+        assert bool(effect.finish_reason) != (effect.failure is not None), effect
+        request.ended = effect
+        request.outcome = effect.finish_reason if effect.failure is None else effect.failure.code.value
+
+    def gateway_died(self, gateway: GatewayProcess) -> None:
+        for request in self.requests.values():
+            if request.gateway is gateway and not request.outcome:
+                request.outcome = CONNECTION_LOST
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self.requests) == self.planned and all(one.outcome for one in self.requests.values())
+
+    def judge(self, settings: WorldSettings, *, faulty: bool) -> None:
+        """Raises AssertionError for the first answer that a correct system cannot give."""
+        for request in self.requests.values():
+            expected = fake_answer(request.prompt, request.sampling, settings.max_context_len)
+            _judge_tokens(request, expected)
+            if request.outcome in ("stop", "length"):
+                _judge_complete(request, expected)
+            else:
+                cause = _cause_of(request, settings, faulty)
+                assert cause, f"{request.request_id} ended with {request.ended} for no reason"
+
+
+def _judge_tokens(request: ClientRequest, expected: FakeAnswer) -> None:
+    got = tuple(request.tokens)
+    assert got == expected.tokens[: len(got)], f"{request.request_id}: got {got}, expected {expected.tokens}"
+    if request.sampling.logprobs >= 0:
+        logprobs = expected.logprobs[: len(got)]
+        assert tuple(request.logprobs) == logprobs, f"{request.request_id}: wrong logprobs {request.logprobs}"
+
+
+def _judge_complete(request: ClientRequest, expected: FakeAnswer) -> None:
+    if request.stopped and len(request.tokens) < len(expected.tokens):
+        assert request.outcome == "stop"
+        return
+    assert tuple(request.tokens) == expected.tokens, f"{request.request_id}: {request.tokens} is not {expected.tokens}"
+    if not request.stopped:
+        assert request.outcome == expected.finish_reason, f"{request.request_id}: {request.outcome}"
+        timeline = request.ended.timeline if request.ended is not None else None
+        assert timeline is not None, f"{request.request_id} has no timeline"
+        if timeline.decode_s > 0:
+            parts = (timeline.local_tokens, timeline.cached_tokens, timeline.transferred_tokens)
+            assert sum(parts) == len(request.prompt), f"{request.request_id}: {parts} of {len(request.prompt)} tokens"
+
+
+def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> bool:
+    """Did what this error says happen?"""
+    longest = len(request.prompt) + request.sampling.max_tokens - 1
+    match request.outcome:
+        case ErrorCode.CANCELLED.value:
+            return request.cancelled
+        case ErrorCode.OUT_OF_PAGES.value:
+            return pages_for_tokens(longest, settings.page_size) > settings.decode_pages
+        case ErrorCode.PROMPT_TOO_LONG.value:
+            too_long = pages_for_tokens(len(request.prompt), settings.page_size) > settings.decode_pages
+            return too_long or len(request.prompt) >= settings.max_context_len
+        case ErrorCode.OVERLOADED.value:
+            return settings.requests > settings.decode_config.max_queued_requests
+        case ErrorCode.NO_WORKER.value | ErrorCode.DEADLINE_EXCEEDED.value:
+            return faulty
+        case _:
+            return request.outcome == CONNECTION_LOST and faulty
+
+
+def random_request(number: int, rng: Random, settings: WorldSettings, families: list[list[int]]) -> ClientRequest:
+    """Prompts of any length; half of them begin like others."""
+    length = rng.choice((1, settings.page_size, settings.page_size + 1, rng.randint(1, settings.max_prompt)))
+    tokens = [rng.randrange(258) for _ in range(length)]
+    if rng.random() < 0.6:
+        family = rng.choice(families)
+        tokens = (family[: rng.randint(1, len(family))] + tokens)[: settings.max_prompt]
+    greedy = rng.random() < 0.6
+    sampling = SamplingParams(
+        temperature=0.0 if greedy else 0.8,
+        seed=rng.randrange(1 << 30),
+        max_tokens=rng.randint(1, settings.max_tokens),
+        stop_token_ids=tuple(rng.randrange(258) for _ in range(rng.choice((0, 0, 20)))),
+        logprobs=rng.choice((-1, -1, 0, 2)),
+    )
+    stop_after = rng.randint(1, settings.max_tokens) if rng.random() < 0.1 else None
+    return ClientRequest(RequestId(f"r{number}"), np.array(tokens, dtype=np.int32), sampling, stop_after)

@@ -1,0 +1,269 @@
+"""The data plane on virtual time: staging slots, gathers, pulls and scatters that take a while, over simulated lanes.
+
+Carries out `transfer/session/effects.py` like the real one. Bytes are read from a page at the *end* of a gather or pull
+and written at the *end* of a scatter, so that a page given back too early shows; and before each touch an oracle asks
+the owning core whether the page is still the hand-off's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import numpy as np
+import xxhash
+
+from baton.common.engine.batch import KvBuffer
+from baton.common.errors import ErrorCode
+from baton.common.ids import HandoffKey, Stamp
+from baton.common.messages import Failure, unpack_tokens
+from baton.common.units import pages_for_tokens
+from baton.deploy.sim.network import Network, Receiver
+from baton.deploy.sim.schedule import Schedule
+from baton.deploy.sim.settings import WorldSettings
+from baton.transfer.plan import pages_of_span
+from baton.transfer.session.effects import (
+    PULL_LANES,
+    CloseSink,
+    DataEffect,
+    DataEvent,
+    FenceSink,
+    FenceSource,
+    Landed,
+    LandRegion,
+    PrepareSink,
+    RegionDamaged,
+    RegionReady,
+    SendRegion,
+    SinkFenced,
+    SinkLaneFailed,
+    SinkNotPrepared,
+    SinkPrepared,
+    SourceFenced,
+)
+
+STAGED_LANE = "zmq"
+PULL_LANE = "local"
+LANE_TIMEOUT_S = 2.0
+"""A region that has not come by then will not: the lane is called broken."""
+
+
+class Host(Receiver, Protocol):
+    """The worker process around a data plane."""
+
+    alive: bool
+    data: SimDataPlane
+
+    def after(self, delay_s: float, action: Callable[[], None], label: str) -> None: ...
+
+    def answer(self, event: DataEvent) -> None: ...
+
+    def assert_readable(self, key: HandoffKey, pages: np.ndarray) -> None: ...
+
+    def assert_writable(self, key: HandoffKey, pages: np.ndarray) -> None: ...
+
+
+@dataclass(slots=True)
+class _Sink:
+    prepare: PrepareSink
+    lane: str
+    slots: int
+    open: dict[int, LandRegion] = field(default_factory=dict)  # by seq
+
+
+class SimDataPlane:
+    """One worker's. `worker_at` finds a peer for pulls."""
+
+    def __init__(
+        self,
+        host: Host,
+        buffer: KvBuffer,
+        settings: WorldSettings,
+        schedule: Schedule,
+        network: Network,
+        worker_at: Callable[[Stamp], Host | None],
+        probe: Callable[[str, object], None],
+    ) -> None:
+        self._host = host
+        self.memory = buffer.as_bytes()
+        self._page_size = buffer.page_size
+        self._settings = settings
+        self._schedule = schedule
+        self._network = network
+        self._worker_at = worker_at
+        self._probe = probe
+        self._free_slots = settings.staging_slots
+        self._waiting: deque[PrepareSink] = deque()
+        self._sinks: dict[HandoffKey, _Sink] = {}
+        self._staged: dict[int, bytes] = {}  # tag -> bytes that have arrived
+        self._fenced_sources: set[HandoffKey] = set()
+
+    @property
+    def quiet(self) -> bool:
+        """No staging slot and no registration is in use."""
+        return not self._sinks and not self._waiting and self._free_slots == self._settings.staging_slots
+
+    def execute(self, effect: DataEffect) -> list[DataEvent]:
+        match effect:
+            case PrepareSink():
+                self._waiting.append(effect)
+                return self._prepare_waiting()
+            case LandRegion():
+                self._land(effect)
+                return []
+            case FenceSink(key):
+                self._probe("fence_sink", (self._host, key))
+                return [*self._close(key), SinkFenced(key)]
+            case CloseSink(key):
+                return self._close(key)
+            case SendRegion():
+                self._host.after(self._work_s(), lambda: self._gathered(effect), "gather")
+                return []
+            case FenceSource(key):
+                self._fenced_sources.add(key)
+                return [SourceFenced(key)]
+            case _:
+                assert_never(effect)
+
+    # -------------------------------------------------------------------------------------------- sink
+
+    def _prepare_waiting(self) -> list[DataEvent]:
+        """Slots in order of arrival."""
+        events: list[DataEvent] = []
+        while self._waiting and self._free_slots > 0:
+            prepare = self._waiting.popleft()
+            if self._worker_at(prepare.peer) is None and self._schedule.rng.random() < 0.5:
+                failure = Failure(code=ErrorCode.NO_WORKER, reason="no lane to the peer")
+                events.append(SinkNotPrepared(prepare.key, failure, True))
+                continue
+            lane = PULL_LANE if self._schedule.rng.random() < self._settings.pull_lane else STAGED_LANE
+            credit = min(self._free_slots, self._settings.transfer.credit_regions)
+            self._free_slots -= credit
+            self._sinks[prepare.key] = _Sink(prepare, lane, credit)
+            events.append(SinkPrepared(prepare.key, lane, credit, self._settings.region_pages))
+        return events
+
+    def _close(self, key: HandoffKey) -> list[DataEvent]:
+        """Gives the slots back. What is still in the air for them is dropped when it lands."""
+        sink = self._sinks.pop(key, None)
+        if sink is None:
+            self._waiting = deque(one for one in self._waiting if one.key != key)
+        else:
+            self._free_slots += sink.slots
+            base = sink.prepare.tag_base
+            for tag in [tag for tag in self._staged if base <= tag < base + sink.prepare.tag_count]:
+                del self._staged[tag]
+        return self._prepare_waiting()
+
+    def _land(self, effect: LandRegion) -> None:
+        sink = self._sinks[effect.key]
+        assert effect.chunk.seq not in sink.open, f"region {effect.chunk.seq} of {effect.key} is landing already"
+        assert len(sink.open) < sink.slots, "more regions than slots"
+        sink.open[effect.chunk.seq] = effect
+        self._probe("land_region", (self._host, effect))
+        if effect.lane in PULL_LANES:
+            self._host.after(self._work_s(), lambda: self._pulled(effect), "pull")
+        elif effect.tag in self._staged:
+            data = self._staged.pop(effect.tag)
+            self._host.after(self._work_s(), lambda: self._scatter(effect, data), "scatter")
+        else:
+            self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
+
+    def region_arrived(self, tag: int, data: bytes) -> None:
+        """Into staging memory, whatever has become of its hand-off."""
+        for sink in self._sinks.values():
+            for effect in sink.open.values():
+                if effect.tag == tag:
+                    self._host.after(self._work_s(), lambda effect=effect: self._scatter(effect, data), "scatter")
+                    return
+            base = sink.prepare.tag_base
+            if base <= tag < base + sink.prepare.tag_count:
+                self._staged[tag] = data
+                return
+        self._probe("late_region_dropped", (self._host, tag))
+
+    def _is_open(self, effect: LandRegion) -> bool:
+        sink = self._sinks.get(effect.key)
+        return sink is not None and sink.open.get(effect.chunk.seq) is effect
+
+    def _scatter(self, effect: LandRegion, data: bytes) -> None:
+        if not self._is_open(effect):
+            self._probe("late_region_dropped", (self._host, effect.tag))
+            return
+        pages = self._pages_of(effect)
+        if len(data) != effect.chunk.nbytes or xxhash.xxh3_64_intdigest(data) != effect.chunk.digest:
+            self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+            return
+        self._host.assert_writable(effect.key, pages)
+        self.memory[pages] = np.frombuffer(data, dtype=np.uint8).reshape(len(pages), -1)
+        self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.001))
+
+    def _pulled(self, effect: LandRegion) -> None:
+        """Reads the peer's pages under its read grant, straight into the own ones."""
+        if not self._is_open(effect):
+            self._probe("late_region_dropped", (self._host, effect.tag))
+            return
+        source = self._worker_at(effect.peer)
+        if source is None:
+            self._lane_failed(effect)
+            return
+        source_pages, pages = unpack_tokens(effect.chunk.source_pages), self._pages_of(effect)
+        source.assert_readable(effect.key, source_pages)
+        self._host.assert_writable(effect.key, pages)
+        self.memory[pages] = source.data.memory[source_pages]
+        if self._schedule.rng.random() < self._network.faults.region_damaged:
+            self.memory[pages[0], 0] ^= 1
+        if xxhash.xxh3_64_intdigest(self.memory[pages].tobytes()) != effect.chunk.digest:
+            self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+        else:
+            self._end_landing(effect, Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
+
+    def _lane_failed(self, effect: LandRegion) -> None:
+        if self._is_open(effect):
+            lost = self._worker_at(effect.peer) is None
+            failure = Failure(code=ErrorCode.INTERNAL, reason="the lane broke")
+            self._end_landing(effect, SinkLaneFailed(effect.key, failure, lost))
+
+    def _end_landing(self, effect: LandRegion, event: DataEvent) -> None:
+        del self._sinks[effect.key].open[effect.chunk.seq]
+        self._probe("landing_ended", (self._host, event))
+        self._host.answer(event)
+
+    def _pages_of(self, effect: LandRegion) -> np.ndarray:
+        prepare = self._sinks[effect.key].prepare
+        chunk = effect.chunk
+        packed = pages_of_span(prepare.start, prepare.pages, chunk.first_token, chunk.tokens, self._page_size)
+        return unpack_tokens(packed)
+
+    # ------------------------------------------------------------------------------------------ source
+
+    def _gathered(self, effect: SendRegion) -> None:
+        if effect.key in self._fenced_sources:
+            return
+        pages = unpack_tokens(effect.pages)
+        assert len(pages) == pages_for_tokens(effect.tokens, self._page_size)
+        self._host.assert_readable(effect.key, pages)
+        data = self.memory[pages].tobytes()
+        digest = xxhash.xxh3_64_intdigest(data)
+        if effect.lane not in PULL_LANES:
+            self._send_bytes(effect, data)
+        self._host.answer(RegionReady(effect.key, effect.seq, effect.tag, len(data), digest))
+
+    def _send_bytes(self, effect: SendRegion, data: bytes) -> None:
+        rng, faults = self._schedule.rng, self._network.faults
+        if faults.region_damaged and rng.random() < faults.region_damaged:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if faults.region_lost and rng.random() < faults.region_lost:
+            return
+
+        def arrive(receiver: Receiver) -> None:
+            host = self._worker_at(receiver.stamp)
+            if host is not None and host.stamp == effect.peer:
+                host.data.region_arrived(effect.tag, data)
+
+        self._network.carry(self._host.stamp, effect.peer.worker, arrive)
+
+    def _work_s(self) -> float:
+        return self._schedule.rng.random() * self._settings.region_s

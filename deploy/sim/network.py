@@ -1,0 +1,104 @@
+"""Control frames and region bytes between simulated processes: delayed, lost, doubled, reordered, cut.
+
+Owns what is under way and which pairs are cut off from each other. Knows who sits in a seat *now*, so that a frame for
+a dead process reaches its successor, as it would on a real address. Never: looks into a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.messages import Body, Frame, Heartbeat, decode_frame, encode_frame
+from baton.deploy.sim.schedule import Schedule
+from baton.deploy.sim.settings import NO_FAULTS, LinkFaults
+
+
+class Receiver(Protocol):
+    """A process, as the network sees it."""
+
+    stamp: Stamp
+
+    def run(self, action: Callable[[], None], label: str) -> None:
+        """Does it now, or when the process is resumed, or never when it is dead."""
+        ...
+
+    def frame_arrived(self, frame: Frame) -> None: ...
+
+
+class Network:
+    """`seat` finds the process that sits in a seat now."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        faults: LinkFaults,
+        seat: Callable[[WorkerId], Receiver | None],
+        probe: Callable[[str, object], None],
+    ) -> None:
+        self._schedule = schedule
+        self.faults = faults
+        self._seat = seat
+        self._probe = probe
+        self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
+
+    def calm_down(self) -> None:
+        """No faults from here on."""
+        self.faults = LinkFaults(delay_s=self.faults.delay_s) if self.faults is not NO_FAULTS else NO_FAULTS
+
+    def cut(self, a: WorkerId, b: WorkerId, seconds: float) -> None:
+        """Nothing passes from `a` to `b` (one direction) for a while: what is sent meanwhile is lost."""
+        self._cut[(a, b)] = self._cut.get((a, b), 0) + 1
+
+        def heal() -> None:
+            self._cut[(a, b)] -= 1
+
+        self._schedule.after(seconds, heal)
+
+    def send(self, sender: Stamp, worker: WorkerId, dst_epoch: int, body: Body) -> None:
+        """One control frame; it passes through the real codec."""
+        self._probe("sent", (sender, worker, body))
+        rng, faults = self._schedule.rng, self.faults
+        if self._is_cut(sender.worker, worker) or (faults.loss and rng.random() < faults.loss):
+            self._probe("frame_lost", (sender, worker, body))
+            return
+        frame = Frame(sender, Epoch(dst_epoch), body)
+        if not isinstance(body, Heartbeat):
+            frame = decode_frame(encode_frame(frame))
+        copies = 2 if faults.duplicate and rng.random() < faults.duplicate else 1
+        for _ in range(copies):
+            self._schedule.after(self._delay_s(), lambda: self._arrive(worker, frame))
+
+    def carry(self, sender: Stamp, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
+        """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a
+        stream. Lost only with the lane, which is the data plane's to simulate."""
+        if self._is_cut(sender.worker, worker):
+            return
+
+        def deliver() -> None:
+            receiver = self._seat(worker)
+            if receiver is not None:
+                receiver.run(lambda: arrive(receiver), "region")
+
+        self._schedule.after(self._delay_s(), deliver)
+
+    def _arrive(self, worker: WorkerId, frame: Frame) -> None:
+        receiver = self._seat(worker)
+        if receiver is None:
+            return
+        if frame.dst_epoch not in (0, receiver.stamp.epoch):
+            self._probe("frame_for_another_epoch", frame)
+            return
+        label = f"{frame.src.worker}>{worker} {type(frame.body).__name__}"
+        receiver.run(lambda: receiver.frame_arrived(frame), label)
+
+    def _is_cut(self, a: WorkerId, b: WorkerId) -> bool:
+        return bool(self._cut.get((a, b)))
+
+    def _delay_s(self) -> float:
+        rng, faults = self._schedule.rng, self.faults
+        delay_s = rng.random() * faults.delay_s
+        if faults.reorder and rng.random() < faults.reorder:
+            delay_s += rng.random() * faults.reorder_s
+        return delay_s

@@ -1,0 +1,420 @@
+"""Simulated processes: the shells of the real cores, on virtual time.
+
+`WorkerProcess` is an engine thread (busy while it computes: events wait) and an I/O thread around the real roster,
+endpoint and core; `GatewayProcess` has a core and clients; `ControllerProcess` the controller's core. They do what
+`engine/loop.py`, `transfer/io.py`, `gateway.py` and `controller.py` do, without sockets and threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.common.engine.batch import Batch
+from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
+from baton.common.engine.fake_runner import FakeRunner, fake_runner
+from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.census import OwnerClass
+from baton.common.kv.pool import KvPool
+from baton.common.messages import (
+    PROTOCOL_VERSION,
+    Body,
+    Frame,
+    HandoffBody,
+    Heartbeat,
+    Hello,
+    Load,
+    Member,
+    Membership,
+)
+from baton.decode.core import DecodeCore
+from baton.deploy.controller_core import ControllerCore, KillWorker, Publish, Reply, SeatSpec, StartWorker
+from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
+from baton.deploy.sim.data_plane import PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.prefill.core import PrefillCore
+from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
+from baton.transfer.endpoint import Endpoint
+from baton.transfer.membership import Changes, Roster
+from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
+
+if TYPE_CHECKING:
+    from baton.deploy.sim.world import World
+
+CONTROLLER = WorkerId("controller")
+THREAD_HOP_S = 0.0004
+"""Most time a value needs from the engine thread to the I/O thread, or back. Their order is kept."""
+
+
+class Wakeup:
+    """At most one pending call of `action`, at the earliest time asked for."""
+
+    def __init__(self, process: SimProcess, action: Callable[[], None], label: str) -> None:
+        self._process = process
+        self._action = action
+        self._label = label
+        self._at_s: float | None = None
+
+    def want(self, at_s: float | None) -> None:
+        if at_s is None or (self._at_s is not None and self._at_s <= at_s):
+            return
+        self._at_s = at_s
+
+        def fire() -> None:
+            if self._at_s == at_s:
+                self._at_s = None
+                self._action()
+
+        # Exactly then: a rounded difference would fire a hair too early, find nothing due, and so on for ever.
+        self._process.world.schedule.at(at_s, lambda: self._process.run(fire, self._label))
+
+
+class SimProcess:
+    """What every process has: a stamp, a life, and a queue of what came while it was stopped."""
+
+    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+        self.world = world
+        self.stamp = stamp
+        self.role = role
+        self.alive = True
+        self.paused = False
+        self._backlog: list[tuple[Callable[[], None], str]] = []
+
+    def run(self, action: Callable[[], None], label: str) -> None:
+        if not self.alive:
+            return
+        if self.paused:
+            self._backlog.append((action, label))
+            return
+        self.world.schedule.note(f"{self.stamp.worker}@{self.stamp.incarnation} {label}")
+        action()
+
+    def after(self, delay_s: float, action: Callable[[], None], label: str) -> None:
+        self.world.schedule.after(delay_s, lambda: self.run(action, label))
+
+    def kill(self) -> None:
+        """As by SIGKILL: nothing of it happens any more."""
+        self.alive = False
+        self._backlog.clear()
+
+    def pause(self) -> None:
+        """As by SIGSTOP."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        backlog, self._backlog = self._backlog, []
+        for action, label in backlog:
+            self.run(action, label)
+
+    def frame_arrived(self, frame: Frame) -> None:
+        raise NotImplementedError
+
+    @property
+    def settled(self) -> bool:
+        """Owes nobody anything."""
+        return True
+
+
+class MemberProcess(SimProcess):
+    """A process with a roster: hears and sends heartbeats, says Hello until it is listed."""
+
+    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+        super().__init__(world, stamp, role)
+        self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
+        self.roster = Roster(stamp, world.settings.liveness, world.now)
+        self.after(0.0, self._tick, "tick")
+
+    def _tick(self) -> None:
+        now = self.world.now
+        self._apply(self.roster.on_timer(now))
+        if self.roster.speak(now):
+            self._speak()
+        # Twice per interval, so that a stall of this process is told from the silence of others.
+        self.after(self.world.settings.liveness.heartbeat_interval_s / 2, self._tick, "tick")
+
+    def _speak(self) -> None:
+        load = self.load()
+        for worker, member in self.roster.members.items():
+            self.send(worker, member.stamp.epoch, Heartbeat(load=load))
+        hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
+        self.send(CONTROLLER, 0, Heartbeat(load=load) if self.roster.listed else hello)
+
+    def send(self, worker: WorkerId, epoch: int, body: Body) -> None:
+        self.world.network.send(self.stamp, worker, epoch, body)
+
+    def frame_arrived(self, frame: Frame) -> None:
+        sender, body = frame.src, frame.body
+        if sender.worker == CONTROLLER:
+            if isinstance(body, Membership):
+                self._apply(self.roster.on_membership(sender, body, self.world.now))
+            return
+        listed = self.roster.members.get(sender.worker)
+        if listed is None or listed.stamp != sender:
+            self.world.probe("frame_of_unlisted_process", frame)
+            return
+        self._apply(self.roster.on_heard(sender, self.world.now))
+        if isinstance(body, HandoffBody):
+            self.hand_off_frame(frame)
+        elif not isinstance(body, Heartbeat) or self.role == "gateway":
+            self.deliver(FromPeer(sender, body))
+
+    def _apply(self, changes: Changes) -> None:
+        if changes.view is not None:
+            if changes.left or changes.joined:
+                self.membership_changed(changes.view)
+            self.deliver(changes.view)
+
+    def load(self) -> Load:
+        raise NotImplementedError
+
+    def deliver(self, event: FromPeer | MembershipView) -> None:
+        raise NotImplementedError
+
+    def hand_off_frame(self, frame: Frame) -> None:
+        """Only workers have hand-offs."""
+
+    def membership_changed(self, view: MembershipView) -> None:
+        """Only workers have hand-offs."""
+
+
+class WorkerProcess(MemberProcess):
+    """A prefill or decode worker."""
+
+    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+        settings = world.settings
+        pages = settings.prefill_pages if role == "prefill" else settings.decode_pages
+        self.pool = KvPool(pages + 1, settings.page_size, settings.rows, settings.max_context_len)
+        self.runner: FakeRunner = fake_runner(
+            pages + 1, settings.page_size, max_positions=settings.max_context_len, cost=settings.step
+        )
+        self.core: EngineCore
+        if role == "prefill":
+            self.core = PrefillCore(self.pool, settings.prefill_config)
+        else:
+            self.core = DecodeCore(
+                stamp, self.pool, settings.decode_config, settings.transfer, settings.max_context_len
+            )
+        self.endpoint = Endpoint(stamp, settings.transfer, settings.page_size, (PULL_LANE, STAGED_LANE))
+        super().__init__(world, stamp, role)
+        self.data = SimDataPlane(
+            self, self.runner.buffer, settings, world.schedule, world.network, world.worker_at, world.probe
+        )
+        self._checker = InvariantChecker()
+        self._inbox: deque[object] = deque()
+        self._computing: Batch | None = None
+        self._turn_wanted = False
+        self._engine_timer = Wakeup(self, self._turn, "engine timer")
+        self._io_timer = Wakeup(self, self._io_due, "io timer")
+        self._to_io_s = self._to_engine_s = 0.0
+        self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
+
+    # ----------------------------------------------------------------------------------- engine thread
+
+    def load(self) -> Load:
+        return self.core.load()
+
+    def deliver(self, event: object) -> None:
+        """From the I/O thread to the engine: in order, a moment later."""
+        self._to_engine_s = max(self._to_engine_s, self.world.now + self.world.rng.random() * THREAD_HOP_S)
+        self.after(self._to_engine_s - self.world.now, lambda: self._arrive(event), f"< {type(event).__name__}")
+
+    def _arrive(self, event: object) -> None:
+        self._inbox.append(event)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Events, due timers, then at most one step; nothing at all while a step is running."""
+        if self._computing is not None:
+            return
+        now = self.world.now
+        while self._inbox:
+            self._post(self.core.handle(self._inbox.popleft(), now))
+        due_s = self.core.next_deadline()
+        if due_s is not None and due_s <= now:
+            self._post(self.core.on_timer(now))
+        self._computing = self.core.next_batch(now)
+        self.check()
+        if self._computing is None:
+            self._engine_timer.want(self.core.next_deadline())
+        else:
+            cost_s = self.runner.step_cost_s(self._computing)
+            self.after(cost_s, self._step_over, f"step {self._computing.num_rows}r {self._computing.num_tokens}t")
+
+    def _step_over(self) -> None:
+        assert self._computing is not None
+        result = self.runner.collect(self.runner.launch(self._computing))
+        self._computing = None
+        self._post(self.core.on_step(result, self.world.now))
+        self.check()
+        self._turn()
+
+    def _post(self, effects: Iterable[object]) -> None:
+        """From the engine to the I/O thread: in order, a moment later."""
+        for effect in effects:
+            self._to_io_s = max(self._to_io_s, self.world.now + self.world.rng.random() * THREAD_HOP_S)
+            self.after(self._to_io_s - self.world.now, lambda effect=effect: self._io_take(effect), "> io")
+
+    def check(self) -> None:
+        """All KV invariants of this worker."""
+        self._checker.check(self.pool, self.core.holdings())
+
+    # -------------------------------------------------------------------------------------- I/O thread
+
+    def _io_take(self, effect: object) -> None:
+        if isinstance(effect, SendTo):
+            self.send(effect.worker, effect.epoch, effect.body)
+            return
+        assert isinstance(effect, SinkCommand | SourceCommand), effect
+        if isinstance(effect, OpenSink):
+            self.owners[effect.key] = effect.request_id
+        self.world.probe("command", (self, effect))
+        self._carry_out(self.endpoint.command(effect, self.world.now))
+
+    def _io_due(self) -> None:
+        self._carry_out(self.endpoint.on_timer(self.world.now))
+
+    def hand_off_frame(self, frame: Frame) -> None:
+        self.world.probe("hand_off_frame", (self, frame))
+        self._carry_out(self.endpoint.on_frame(frame, self.world.now))
+
+    def membership_changed(self, view: MembershipView) -> None:
+        self._carry_out(self.endpoint.on_membership(view, self.world.now))
+
+    def _speak(self) -> None:
+        super()._speak()
+        for worker in sorted(self.roster.silent):
+            self._carry_out(self.endpoint.on_peer_silent(worker, self.world.now))
+
+    def answer(self, event: DataEvent) -> None:
+        self._carry_out(self.endpoint.on_data(event, self.world.now))
+
+    def _carry_out(self, effects: Iterable[EndpointEffect]) -> None:
+        waiting = deque(effects)
+        while waiting:
+            effect = waiting.popleft()
+            match effect:
+                case SendFrame():
+                    self.send(effect.worker, effect.dst_epoch, effect.body)
+                case EngineEvent():
+                    self.world.probe("engine_event", (self, effect.event))
+                    self.deliver(effect.event)
+                case _:
+                    for event in self.data.execute(effect):
+                        waiting.extend(self.endpoint.on_data(event, self.world.now))
+        self._io_timer.want(self.endpoint.next_deadline())
+
+    # ------------------------------------------------------------------------------------------ oracles
+
+    def assert_writable(self, key: HandoffKey, pages: np.ndarray) -> None:
+        """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
+        owner = f"{self.owners[key]}#"
+        for holding in self.core.holdings():
+            if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
+                own = self.pool.pages_of(holding.record, holding.record.cache_protected_len, holding.record.kv_allocated_len)
+                if np.isin(pages, own).all():
+                    return
+        raise AssertionError(f"{self.stamp.worker}: {key} writes pages {pages.tolist()}, which are not its own")
+
+    def assert_readable(self, key: HandoffKey, pages: np.ndarray) -> None:
+        """T1: what is read for a hand-off is still held for it."""
+        for holding in self.core.holdings():
+            if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
+                held = self.pool.pages_for_row(holding.record, holding.record.kv_allocated_len)
+                if np.isin(pages, held).all():
+                    return
+        raise AssertionError(f"{self.stamp.worker}: pages {pages.tolist()} are read for {key}, which does not hold them")
+
+    @property
+    def settled(self) -> bool:
+        return (
+            self.core.idle
+            and not self._inbox
+            and self._computing is None
+            and self.endpoint.live_sinks == 0
+            and self.endpoint.live_sources == 0
+            and self.data.quiet
+        )
+
+
+class GatewayProcess(MemberProcess):
+    """A gateway and its clients."""
+
+    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+        settings = world.settings
+        self.core = GatewayCore(world.gateway_config, settings.transfer, settings.liveness, settings.max_context_len)
+        self._timer: Wakeup | None = None
+        super().__init__(world, stamp, role)
+        self._timer = Wakeup(self, self._due, "gateway timer")
+
+    def load(self) -> Load:
+        return self.core.load()
+
+    def deliver(self, event: FromPeer | MembershipView) -> None:
+        self.carry_out(self.core.handle(event, self.world.now))
+
+    def _due(self) -> None:
+        self.carry_out(self.core.on_timer(self.world.now))
+
+    def carry_out(self, effects: Iterable[GatewayEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendTo():
+                    self.send(effect.worker, effect.epoch, effect.body)
+                case TokensArrived():
+                    self.world.clients.tokens(effect)
+                case RequestEnded():
+                    self.world.clients.ended(effect)
+        assert self._timer is not None
+        self._timer.want(self.core.next_deadline())
+
+    def kill(self) -> None:
+        super().kill()
+        self.world.clients.gateway_died(self)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.run(lambda: self.carry_out(self.core.cancel(request_id, self.world.now)), f"cancel {request_id}")
+
+    @property
+    def settled(self) -> bool:
+        return self.core.idle
+
+
+class ControllerProcess(SimProcess):
+    """Starts, watches and buries the others, through the real controller core."""
+
+    def __init__(self, world: World, seats: Iterable[SeatSpec]) -> None:
+        super().__init__(world, Stamp(CONTROLLER, 1, Epoch(1)), "controller")
+        self.core = ControllerCore(seats, world.settings.liveness, 1, world.now)
+        self._timer = Wakeup(self, self._due, "controller timer")
+        self._timer.want(world.now)
+
+    def frame_arrived(self, frame: Frame) -> None:
+        self._carry_out(self.core.on_message(frame.src, frame.body, self.world.now))
+
+    def died(self, stamp: Stamp) -> None:
+        """The supervisor saw the process end: that is the proof."""
+        self.run(
+            lambda: self._carry_out(self.core.on_dead(stamp.worker, stamp.incarnation, self.world.now)),
+            f"dead {stamp.worker}@{stamp.incarnation}",
+        )
+
+    def _due(self) -> None:
+        self._carry_out(self.core.on_timer(self.world.now))
+
+    def _carry_out(self, effects: Iterable[StartWorker | KillWorker | Publish | Reply]) -> None:
+        for effect in effects:
+            match effect:
+                case StartWorker(spec, incarnation):
+                    self.world.start(spec, incarnation)
+                case KillWorker(worker, incarnation):
+                    self.world.kill_for_sure(worker, incarnation)
+                case Publish(membership):
+                    for member in membership.members:
+                        self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, membership)
+                case Reply(member, body):
+                    self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, body)
+        self._timer.want(self.core.next_deadline())

@@ -1,0 +1,115 @@
+"""What a simulated world is made of: sizes, delays, and how often what goes wrong. Plain values.
+
+`random_settings` draws all of them from a seed, so that many seeds cover many shapes of cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TransferConfig
+from baton.common.engine.fake_runner import StepCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFaults:
+    """Per control frame and per region. Probabilities; delays are drawn uniformly up to the stated most."""
+
+    delay_s: float = 0.001
+    loss: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0  # this share is delayed by up to `reorder_s` more, so that later frames overtake it
+    reorder_s: float = 0.3
+    region_damaged: float = 0.0
+    region_lost: float = 0.0  # the lane breaks
+
+
+NO_FAULTS = LinkFaults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSettings:
+    """One world. Faults of processes and clients are numbers of events, spread over `fault_s` seconds."""
+
+    prefill: int = 1
+    decode: int = 2
+    gateways: int = 1
+    page_size: int = 4
+    prefill_pages: int = 64
+    decode_pages: int = 64
+    rows: int = 8
+    max_context_len: int = 128
+    requests: int = 12
+    arrival_s: float = 1.0  # requests arrive within this time
+    max_prompt: int = 60
+    max_tokens: int = 12
+    request_timeout_s: float = 60.0
+    staging_slots: int = 6
+    region_pages: int = 2
+    pull_lane: float = 0.5  # share of hand-offs that pull
+    region_s: float = 0.004  # most time of one gather, pull or scatter
+    links: LinkFaults = NO_FAULTS
+    crashes: int = 0
+    pauses: int = 0
+    partitions: int = 0
+    cancels: int = 0
+    fault_s: float = 4.0
+    start_s: float = 0.4  # most time from start to Hello of a process
+    step: StepCost = field(default_factory=lambda: StepCost(0.004, 0.0002))
+    prefill_config: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=16))
+    decode_config: DecodeConfig = field(
+        default_factory=lambda: DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=16, max_queued_requests=64)
+    )
+    transfer: TransferConfig = field(default_factory=lambda: TransferConfig(credit_regions=2, handoff_ttl_s=20.0))
+    liveness: LivenessConfig = field(default_factory=lambda: LivenessConfig(heartbeat_interval_s=0.4))
+
+
+def random_settings(seed: int) -> WorldSettings:
+    """A small cluster of any shape, with any mixture of faults; every fourth one without any."""
+    rng = Random(seed ^ 0x5EED)
+    calm = rng.random() < 0.25
+    page_size = rng.choice((1, 4, 4, 16))
+    pages = rng.randint(20, 60) * 4 // page_size + 4
+
+    def rate(most: float) -> float:
+        return 0.0 if calm or rng.random() < 0.3 else rng.random() * most
+
+    def count(most: int) -> int:
+        return 0 if calm or rng.random() < 0.3 else rng.randint(0, most)
+
+    links = LinkFaults(
+        delay_s=rng.choice((0.0005, 0.003, 0.02)),
+        loss=rate(0.1),
+        duplicate=rate(0.1),
+        reorder=rate(0.2),
+        region_damaged=rate(0.05),
+        region_lost=rate(0.03),
+    )
+    return WorldSettings(
+        prefill=rng.choice((0, 1, 1, 2, 2)),
+        decode=rng.choice((1, 2, 2, 3)),
+        gateways=rng.choice((1, 1, 2)),
+        page_size=page_size,
+        prefill_pages=pages,
+        decode_pages=rng.choice((pages, pages // 2 + 4)),
+        rows=rng.choice((2, 4, 8)),
+        requests=rng.randint(4, 14),
+        arrival_s=rng.choice((0.05, 1.0, 3.0)),
+        max_tokens=rng.choice((1, 6, 16)),
+        staging_slots=rng.choice((1, 4, 8)),
+        region_pages=rng.choice((1, 2, 8)),
+        pull_lane=rng.choice((0.0, 0.5, 1.0)),
+        region_s=rng.choice((0.0005, 0.01, 0.05)),
+        links=links,
+        crashes=count(3),
+        pauses=count(2),
+        partitions=count(2),
+        cancels=count(4),
+        decode_config=DecodeConfig(
+            num_reserved_decode_tokens=rng.choice((0, 4, 32)),
+            chunk_tokens=16,
+            max_queued_requests=rng.choice((4, 64)),
+            local_prefill_max_tokens=rng.choice((0, 0, 8)),
+        ),
+    )
