@@ -65,7 +65,7 @@ class Progress:
 
     def __call__(self, line: str) -> None:
         self._console.print(f"[dim]{self._clock.now() - self._started_s:6.1f} s[/]  ", end="")
-        self._console.print(line, markup=False)
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
