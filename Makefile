@@ -33,6 +33,10 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton.transfer.session.table --check docs/TRANSFER-PROTOCOL.md
 
+# A hundred processes killed at random moments under load; minutes.
+soak: $(READY)
+	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py
+
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 

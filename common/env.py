@@ -54,11 +54,13 @@ def prefer_huge_pages() -> None:
 
 
 def prepare_ray() -> None:
-    """Sets, unless the user chose otherwise, `RAY_AUTH_MODE=disabled` (its default depends on whether a token file
-    lies around, and a cluster whose processes disagree does not start) and `RAY_USAGE_STATS_ENABLED=0` (a serving
-    process reports to nobody). Call before `ray.init`."""
+    """Sets, unless the user chose otherwise, before `ray.init`: `RAY_AUTH_MODE=disabled` (its default depends on
+    whether a token file lies around, and a cluster whose processes disagree does not start),
+    `RAY_USAGE_STATS_ENABLED=0` (a serving process reports to nobody), and `RAY_worker_niceness=0` (Ray's 15 starves a
+    worker on its pinned core as soon as anything else runs there: heartbeats stop, and it is taken for dead)."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def tune_ucx(interface: str) -> None:
