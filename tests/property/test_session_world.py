@@ -1,0 +1,550 @@
+"""Endpoints over a hostile network and a data plane that really holds pages: whole lives, on virtual time.
+
+Two decode and one prefill process exchange encoded frames that are lost, repeated and reordered; region bytes come
+late or damaged; engines abort; processes die and come back on the same seat; peers are taken for silent though they are
+not. Pages are overwritten the moment they go back to their engine, so that whoever still reads or writes them is seen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.common.config import TransferConfig
+from baton.common.engine.core_api import MembershipView
+from baton.common.errors import ErrorCode
+from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.messages import Failure, Frame, Member, SamplingParams, decode_frame, encode_frame, unpack_tokens
+from baton.common.units import page_floor, pages_for_tokens
+from baton.transfer.api import (
+    AbortSink,
+    AbortSource,
+    FinishSource,
+    OfferReceived,
+    OpenSink,
+    PrefillResult,
+    ShipRegion,
+    SinkCommitted,
+    SinkFailed,
+    SourceAborted,
+    SourceReleased,
+    SourceStopping,
+)
+from baton.transfer.endpoint import Endpoint
+from baton.transfer.plan import pages_of_span
+from baton.transfer.session.effects import (
+    PULL_LANES,
+    CloseSink,
+    EngineEvent,
+    FenceSink,
+    FenceSource,
+    Landed,
+    LandRegion,
+    PrepareSink,
+    RegionDamaged,
+    RegionReady,
+    SendFrame,
+    SendRegion,
+    SinkFenced,
+    SinkLaneFailed,
+    SinkPrepared,
+    SourceFenced,
+    SourceLaneFailed,
+)
+
+GARBAGE = -1
+FIRST_TOKEN = 4711
+CANCELLED = Failure(code=ErrorCode.CANCELLED, reason="by the test")
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How bad it is, as chances per event, until `calm_at_s`."""
+
+    lane: str
+    page_size: int
+    region_pages: int
+    slots: int
+    loss: float
+    repeat: float
+    damage: float
+    abort: float
+    break_lane: float
+    crash: float
+    false_silence: float
+    calm_at_s: float = 6.0
+
+
+class World:
+    def __init__(self, weather: Weather, seed: int) -> None:
+        self.weather, self.random = weather, random.Random(seed)
+        self.now, self.steps = 0.0, 0
+        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self.nodes: dict[WorkerId, Node] = {}
+        self.version = 0
+        self.epochs = 0
+        self.released: set[HandoffKey] = set()
+        self.committed: set[HandoffKey] = set()
+        for worker in ("decode-0", "decode-1", "prefill-0"):
+            self.start(WorkerId(worker))
+        self.publish()
+
+    @property
+    def stormy(self) -> bool:
+        return self.now < self.weather.calm_at_s
+
+    def chance(self, probability: float) -> bool:
+        return self.stormy and self.random.random() < probability
+
+    def later(self, most_s: float, action: Callable[[], None]) -> None:
+        self.at(self.now + self.random.random() * most_s, action)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        self.steps += 1
+        heapq.heappush(self.agenda, (when, self.steps, action))
+
+    def run(self, until_s: float) -> None:
+        while self.agenda and self.agenda[0][0] <= until_s:
+            self.now, _, action = heapq.heappop(self.agenda)
+            action()
+        self.now = until_s
+
+    def start(self, worker: WorkerId) -> None:
+        self.epochs += 1
+        kind = DecodeNode if worker.startswith("decode") else PrefillNode
+        self.nodes[worker] = kind(self, Stamp(worker, self.epochs, Epoch(1000 + self.epochs)))
+
+    def publish(self) -> None:
+        """A new view reaches everybody, late: only then is a death proven. Views arrive in order."""
+        self.version += 1
+        members = tuple(Member(stamp=node.stamp, role="", address="") for node in self.nodes.values())
+        view = MembershipView(self.version, members)
+        for node in self.nodes.values():
+            node.view_due_s = max(node.view_due_s, self.now) + self.random.random() * 0.3
+            self.at(node.view_due_s, lambda node=node: node.do(lambda: node.endpoint.on_membership(view, self.now)))
+
+    def crash(self, worker: WorkerId) -> None:
+        self.nodes[worker].alive = False
+        self.nodes[worker].die()
+        self.start(worker)
+        self.later(1.0, self.publish)
+
+    def send(self, src: Stamp, effect: SendFrame) -> None:
+        data = encode_frame(Frame(src, Epoch(effect.dst_epoch), effect.body))
+        for _ in range(1 + self.chance(self.weather.repeat)):
+            if not self.chance(self.weather.loss):
+                self.later(0.8 if self.chance(0.1) else 0.05, lambda: self.nodes[effect.worker].receive(data))
+
+
+class Node:
+    """One process: an endpoint, its data plane, and an engine that keeps books about its pages."""
+
+    def __init__(self, world: World, stamp: Stamp) -> None:
+        self.world, self.stamp, self.alive = world, stamp, True
+        self.config = TransferConfig(resend_after_s=0.2, handoff_ttl_s=4.0, tombstone_ttl_s=5.0, max_tombstones=8)
+        self.endpoint = Endpoint(stamp, self.config, world.weather.page_size, ["zmq", "local"])
+        self.pages: dict[int, list[int]] = {}  # page id -> token values
+        self.next_page = 1
+        self.view_due_s = 0.0
+
+    def receive(self, data: bytes) -> None:
+        self.do(lambda: self.endpoint.on_frame(decode_frame(data), self.world.now))
+
+    def do(self, call: Callable[[], list]) -> None:
+        if not self.alive:
+            return
+        for effect in call():
+            self.execute(effect)
+        wanted = self.endpoint.next_deadline()
+        if wanted is not None:
+            self.world.at(max(wanted, self.world.now), self.tick)
+
+    def tick(self) -> None:
+        wanted = self.endpoint.next_deadline()
+        if self.alive and wanted is not None and wanted <= self.world.now:
+            self.do(lambda: self.endpoint.on_timer(self.world.now))
+
+    def answer(self, event: object, most_s: float = 0.02) -> None:
+        self.world.later(most_s, lambda: self.do(lambda: self.endpoint.on_data(event, self.world.now)))
+
+    def execute(self, effect: object) -> None:
+        if isinstance(effect, SendFrame):
+            self.world.send(self.stamp, effect)
+        elif isinstance(effect, EngineEvent):
+            self.engine(effect.event)
+        else:
+            self.data_plane(effect)
+
+    def command(self, command: object) -> None:
+        """On its way to the endpoint for a while: it may cross anything."""
+        self.world.later(0.01, lambda: self.do(lambda: self.endpoint.command(command, self.world.now)))
+
+    def take_pages(self, count: int) -> list[int]:
+        ids = list(range(self.next_page, self.next_page + count))
+        self.next_page += count
+        self.pages.update((page, [GARBAGE] * self.world.weather.page_size) for page in ids)
+        return ids
+
+    def read(self, pages: bytes) -> list[list[int]]:
+        return [list(self.pages[page]) for page in unpack_tokens(pages).tolist()]
+
+    def engine(self, event: object) -> None:
+        raise NotImplementedError
+
+    def data_plane(self, effect: object) -> None:
+        raise NotImplementedError
+
+    def die(self) -> None:
+        pass
+
+
+@dataclass
+class Incoming:
+    """A hand-off as the decode engine knows it."""
+
+    command: OpenSink
+    ended: bool = False
+    aborted: bool = False
+
+
+@dataclass
+class Landing:
+    effect: LandRegion
+    dropped: bool = False
+
+
+class DecodeNode(Node):
+    def __init__(self, world: World, stamp: Stamp) -> None:
+        super().__init__(world, stamp)
+        self.incoming: dict[HandoffKey, Incoming] = {}
+        self.registered: dict[HandoffKey, PrepareSink] = {}
+        self.landings: dict[HandoffKey, list[Landing]] = {}
+        self.bytes_in: dict[int, list[list[int]]] = {}
+
+    # ---- engine
+
+    def open(self, key: HandoffKey, tokens: list[int], start: int) -> None:
+        if not self.alive:
+            return
+        count = pages_for_tokens(len(tokens) - start, self.world.weather.page_size)
+        command = OpenSink(
+            key,
+            WorkerId("prefill-0"),
+            RequestId(f"r{key.handoff}"),
+            np.array(tokens, dtype=np.int32),
+            start,
+            np.array(self.take_pages(count), dtype=np.int32),
+            True,
+            SamplingParams(),
+            self.world.now + 30.0,
+        )
+        self.incoming[key] = Incoming(command)
+        self.command(command)
+        if self.world.chance(self.world.weather.abort):
+            self.world.later(1.0, lambda: self.abort(key))
+
+    def abort(self, key: HandoffKey) -> None:
+        if self.alive and not self.incoming[key].ended:
+            self.incoming[key].aborted = True
+            self.command(AbortSink(key, CANCELLED))
+
+    def engine(self, event: object) -> None:
+        assert isinstance(event, SinkCommitted | SinkFailed)
+        incoming, page_size = self.incoming[event.key], self.world.weather.page_size
+        command = incoming.command
+        assert not incoming.ended, f"a second end: {event}"
+        incoming.ended = True
+        assert not self.landings.get(event.key), "pages came back while regions are being written"
+        total = len(command.tokens)
+        landed_until = total if isinstance(event, SinkCommitted) else event.landed_until
+        assert command.start <= landed_until <= total
+        assert landed_until == total or landed_until % page_size == 0
+        for token in range(command.start, landed_until):
+            page = command.pages[(token - command.start) // page_size]
+            assert self.pages[page][token % page_size] == value_of(command.tokens.tolist(), token)
+        for page in command.pages.tolist():
+            del self.pages[page]  # whoever touches it now fails with KeyError
+        if isinstance(event, SinkCommitted):
+            assert event.result.first_token == FIRST_TOKEN
+            assert event.lane == self.world.weather.lane
+            self.world.committed.add(event.key)
+        elif not incoming.aborted and event.key.attempt < 6 and page_floor(landed_until, page_size) < total:
+            retry = HandoffKey(event.key.handoff, event.key.attempt + 1)
+            start = page_floor(landed_until, page_size)
+            self.world.later(0.5, lambda: self.open(retry, command.tokens.tolist(), start))
+
+    # ---- data plane
+
+    def data_plane(self, effect: object) -> None:
+        match effect:
+            case PrepareSink():
+                self.registered[effect.key] = effect
+                self.landings[effect.key] = []
+                credit = self.world.random.randint(1, self.world.weather.slots)
+                weather = self.world.weather
+                self.answer(SinkPrepared(effect.key, weather.lane, credit, weather.region_pages), 0.2)
+            case LandRegion():
+                landing = Landing(effect)
+                self.landings[effect.key].append(landing)
+                if self.world.chance(self.world.weather.break_lane):
+                    self.answer(SinkLaneFailed(effect.key, CANCELLED, peer_lost=False))
+                self.world.later(0.05, lambda: self.land(landing))
+            case FenceSink():
+                self.world.later(0.1, lambda: self.fence(effect.key))
+            case CloseSink():
+                assert not self.landings[effect.key]
+                del self.registered[effect.key], self.landings[effect.key]
+            case _:
+                raise AssertionError(effect)
+
+    def land(self, landing: Landing) -> None:
+        """Takes time: a pull begins and ends, staged bytes arrive when they do."""
+        effect = landing.effect
+        if landing.dropped or not self.alive:
+            return
+        if effect.lane in PULL_LANES:
+            source = self.world.nodes[effect.peer.worker]
+            if source.stamp != effect.peer:
+                return  # it died: there is nothing to read, and its death will end this
+            data = source.read(effect.chunk.source_pages)  # KeyError: read after free
+            self.world.later(0.05, lambda: self.scatter(landing, data, source))
+        elif effect.tag in self.bytes_in:
+            self.scatter(landing, self.bytes_in.pop(effect.tag), None)
+        else:
+            self.world.later(0.1, lambda: self.land(landing))
+
+    def scatter(self, landing: Landing, data: list[list[int]], pulled_from: Node | None) -> None:
+        effect = landing.effect
+        if landing.dropped or not self.alive:
+            return
+        if pulled_from is not None and pulled_from.alive:
+            pulled_from.read(effect.chunk.source_pages)  # still there at the end of the pull
+        self.landings[effect.key].remove(landing)
+        if self.world.chance(self.world.weather.damage) or digest_of(data) != effect.chunk.digest:
+            self.answer(RegionDamaged(effect.key, effect.chunk.seq))
+            return
+        order = self.registered[effect.key]
+        pages = pages_of_span(
+            order.start, order.pages, effect.chunk.first_token, effect.chunk.tokens, self.world.weather.page_size
+        )
+        for page, values in zip(unpack_tokens(pages).tolist(), data, strict=True):
+            assert page in self.pages, "written after free"
+            self.pages[page] = values
+        self.answer(Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
+
+    def fence(self, key: HandoffKey) -> None:
+        for landing in self.landings.pop(key):
+            landing.dropped = True
+        del self.registered[key]
+        self.do(lambda: self.endpoint.on_data(SinkFenced(key), self.world.now))
+
+    def die(self) -> None:
+        for landings in self.landings.values():
+            for landing in landings:
+                landing.dropped = True
+
+
+@dataclass
+class Outgoing:
+    """A hand-off as the prefill engine knows it."""
+
+    event: OfferReceived
+    pages: list[int]
+    computed: int
+    stopped: bool = False
+    ended: bool = False
+    sends: list[SendRegion] = field(default_factory=list)
+
+
+class PrefillNode(Node):
+    def __init__(self, world: World, stamp: Stamp) -> None:
+        super().__init__(world, stamp)
+        self.outgoing: dict[HandoffKey, Outgoing] = {}
+
+    # ---- engine
+
+    def engine(self, event: object) -> None:
+        match event:
+            case OfferReceived():
+                assert event.key not in self.outgoing, "one offer, one session"
+                count = pages_for_tokens(len(event.tokens) - event.start, self.world.weather.page_size)
+                self.outgoing[event.key] = Outgoing(event, self.take_pages(count), event.start)
+                self.world.later(0.2, lambda: self.compute(event.key))
+            case SourceStopping():
+                assert not self.outgoing[event.key].ended
+                self.outgoing[event.key].stopped = True
+            case SourceReleased() | SourceAborted():
+                outgoing = self.outgoing[event.key]
+                assert not outgoing.ended, f"a second end: {event}"
+                assert not outgoing.sends, "pages came back while they are being gathered"
+                outgoing.ended = outgoing.stopped = True
+                if isinstance(event, SourceReleased):
+                    self.world.released.add(event.key)
+                for page in outgoing.pages:
+                    del self.pages[page]
+            case _:
+                raise AssertionError(event)
+
+    def compute(self, key: HandoffKey) -> None:
+        """One chunk, page-aligned unless it is the last."""
+        outgoing, page_size = self.outgoing[key], self.world.weather.page_size
+        if outgoing.stopped or not self.alive:
+            return
+        if self.world.chance(self.world.weather.abort):
+            outgoing.stopped = True
+            self.command(AbortSource(key, CANCELLED))
+            return
+        tokens, start = outgoing.event.tokens.tolist(), outgoing.event.start
+        first = outgoing.computed
+        until = min(len(tokens), first + page_size * self.world.random.randint(1, 3))
+        for token in range(first, until):
+            page = outgoing.pages[(token - start) // page_size]
+            self.pages[page][token % page_size] = value_of(tokens, token)
+        pages = outgoing.pages[(first - start) // page_size : pages_for_tokens(until - start, page_size)]
+        outgoing.computed = until
+        ship = ShipRegion(key, first, until - first, np.array(pages, dtype=np.int32))
+        done = FinishSource(key, PrefillResult(FIRST_TOKEN, None, 0.1, 0)) if until == len(tokens) else None
+
+        def give() -> None:  # commands of one engine arrive in order
+            self.do(lambda: self.endpoint.command(ship, self.world.now))
+            if done is not None:
+                self.do(lambda: self.endpoint.command(done, self.world.now))
+            else:
+                self.world.later(0.1, lambda: self.compute(key))
+
+        self.world.later(0.01, give)
+
+    # ---- data plane
+
+    def data_plane(self, effect: object) -> None:
+        match effect:
+            case SendRegion():
+                self.outgoing[effect.key].sends.append(effect)
+                if self.world.chance(self.world.weather.break_lane):
+                    self.answer(SourceLaneFailed(effect.key, CANCELLED))
+                self.world.later(0.03, lambda: self.gather(effect))
+            case FenceSource():
+                self.world.later(0.1, lambda: self.fence(effect.key))
+            case _:
+                raise AssertionError(effect)
+
+    def gather(self, effect: SendRegion) -> None:
+        sends = self.outgoing[effect.key].sends
+        if not self.alive or effect not in sends:
+            return  # fenced
+        sends.remove(effect)
+        data = self.read(effect.pages)  # KeyError: read after free
+        digest = digest_of(data)
+        if effect.lane not in PULL_LANES:
+            if self.world.chance(self.world.weather.damage):
+                data[0][0] ^= 1
+            receiver = self.world.nodes[effect.peer.worker]
+            if receiver.stamp == effect.peer:
+                assert isinstance(receiver, DecodeNode)
+                self.world.later(0.1, lambda: receiver.bytes_in.setdefault(effect.tag, data))
+        self.answer(RegionReady(effect.key, effect.seq, effect.tag, 8 * len(data), digest))
+
+    def fence(self, key: HandoffKey) -> None:
+        self.outgoing[key].sends.clear()
+        self.do(lambda: self.endpoint.on_data(SourceFenced(key), self.world.now))
+
+
+def value_of(tokens: list[int], position: int) -> int:
+    """The "KV" of a position: it depends on all tokens up to it."""
+    return hash(tuple(tokens[: position + 1])) & 0xFFFFFFFF
+
+
+def digest_of(data: list[list[int]]) -> int:
+    return hash(tuple(map(tuple, data))) & 0xFFFFFFFF
+
+
+def live(weather: Weather, seed: int, handoffs: int) -> World:
+    """A storm, then calm, then nothing may be left."""
+    world = World(weather, seed)
+    world.run(0.5)
+    for number in range(handoffs):
+        worker = WorkerId(f"decode-{number % 2}")
+        tokens = [world.random.randrange(1000) for _ in range(world.random.randint(1, 12 * weather.page_size))]
+        start = page_floor(world.random.randrange(len(tokens)), weather.page_size) if world.chance(0.5) else 0
+        key = HandoffKey(HandoffId(number + 1), 1)
+        world.later(4.0, lambda w=worker, k=key, t=tokens, s=start: world.nodes[w].open(k, t, s))
+    for worker in list(world.nodes):
+        if world.chance(weather.crash):
+            world.at(1.0 + world.random.random() * 4.0, lambda worker=worker: world.crash(worker))
+        for other in list(world.nodes):
+            if other != worker and world.chance(weather.false_silence):
+                world.at(1.0 + world.random.random() * 4.0, lambda a=worker, b=other: silence(world, a, b))
+    world.run(60.0)
+    return world
+
+
+def silence(world: World, worker: WorkerId, other: WorkerId) -> None:
+    node = world.nodes[worker]
+    node.do(lambda: node.endpoint.on_peer_silent(other, world.now))
+
+
+def check_end(world: World) -> None:
+    for node in world.nodes.values():
+        about = f"{node.stamp.worker}: {node.endpoint.sessions()}\n{node.endpoint.history[-12:]}"
+        assert node.endpoint.live_sinks == node.endpoint.live_sources == 0, about
+        assert node.endpoint.next_deadline() is None, about
+        assert node.pages == {}, about
+        if isinstance(node, DecodeNode):
+            assert all(incoming.ended for incoming in node.incoming.values()), about
+            assert node.registered == {}, about
+        if isinstance(node, PrefillNode):
+            assert all(outgoing.ended for outgoing in node.outgoing.values()), about
+
+
+def weathers(**fixed: float) -> st.SearchStrategy[Weather]:
+    chances = {
+        "loss": 0.3,
+        "repeat": 0.3,
+        "damage": 0.1,
+        "abort": 0.3,
+        "break_lane": 0.05,
+        "crash": 0.4,
+        "false_silence": 0.15,
+    }
+    return st.builds(
+        Weather,
+        lane=st.sampled_from(["zmq", "local"]),
+        page_size=st.sampled_from([1, 4, 16]),
+        region_pages=st.integers(1, 3),
+        slots=st.integers(1, 3),
+        **{
+            name: st.just(fixed[name]) if name in fixed else st.sampled_from([0.0, most])
+            for name, most in chances.items()
+        },
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(weather=weathers(), seed=st.integers(0, 2**32))
+def test_after_any_storm_every_hand_off_has_ended_once_and_every_page_is_back(weather: Weather, seed: int) -> None:
+    world = live(weather, seed, handoffs=6)
+    check_end(world)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weather=weathers(damage=0.0, abort=0.0, break_lane=0.0, crash=0.0, false_silence=0.0), seed=st.integers(0, 2**32)
+)
+def test_a_bad_network_alone_costs_time_and_nothing_else(weather: Weather, seed: int) -> None:
+    world = live(weather, seed, handoffs=6)
+    check_end(world)
+    assert world.committed == world.released
+    assert {key.handoff for key in world.committed} == set(range(1, 7))
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    weather = Weather("local", 4, 2, 2, 0.2, 0.2, 0.05, 0.2, 0.02, 0.5, 0.1)
+    first, second = (live(weather, 5, handoffs=8) for _ in range(2))
+    for worker, node in first.nodes.items():
+        assert node.endpoint.history == second.nodes[worker].endpoint.history
