@@ -1,0 +1,382 @@
+"""The endpoint: who is believed, what is remembered, what a forgotten hand-off is answered, and that all is bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from baton.common.config import TransferConfig
+from baton.common.engine.core_api import MembershipView
+from baton.common.errors import ErrorCode
+from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.messages import (
+    Accept,
+    Ack,
+    Cancel,
+    Cancelled,
+    Chunk,
+    Commit,
+    Done,
+    Failed,
+    Failure,
+    Frame,
+    Heartbeat,
+    Member,
+    Offer,
+    Refuse,
+    SamplingParams,
+    pack_tokens,
+)
+from baton.transfer.api import (
+    AbortSink,
+    AbortSource,
+    FinishSource,
+    OfferReceived,
+    OpenSink,
+    PrefillResult,
+    ShipRegion,
+    SinkFailed,
+    SourceAborted,
+    SourceReleased,
+)
+from baton.transfer.endpoint import Endpoint
+from baton.transfer.session.effects import (
+    EngineEvent,
+    FenceSink,
+    FenceSource,
+    PrepareSink,
+    RegionReady,
+    SendFrame,
+    SendRegion,
+    SinkFenced,
+    SinkPrepared,
+    SourceFenced,
+)
+
+ME = Stamp(WorkerId("here-0"), 1, Epoch(500))
+PEER = Stamp(WorkerId("there-0"), 1, Epoch(600))
+OTHER = Stamp(WorkerId("there-1"), 1, Epoch(700))
+SUCCESSOR = Stamp(PEER.worker, 2, Epoch(601))
+FAILURE = Failure(code=ErrorCode.CANCELLED)
+CONFIG = TransferConfig(resend_after_s=0.5, handoff_ttl_s=10.0, tombstone_ttl_s=20.0, max_tombstones=3)
+
+
+def key(number: int, attempt: int = 1) -> HandoffKey:
+    return HandoffKey(HandoffId(number), attempt)
+
+
+def view(version: int, *stamps: Stamp) -> MembershipView:
+    return MembershipView(version, tuple(Member(stamp=stamp, role="", address="") for stamp in stamps))
+
+
+def endpoint(max_live_sources: int = 8) -> Endpoint:
+    made = Endpoint(ME, CONFIG, 4, ["zmq", "local"], max_live_sources)
+    assert made.on_membership(view(1, ME, PEER, OTHER), 0.0) == []
+    return made
+
+
+def frame(body: object, src: Stamp = PEER, dst: Stamp = ME) -> Frame:
+    return Frame(src, dst.epoch, body)  # type: ignore[arg-type]
+
+
+def offer(number: int = 1, **changes: object) -> Offer:
+    fields: dict[str, object] = {
+        "key": key(number),
+        "request_id": RequestId("r"),
+        "tokens": pack_tokens(list(range(10))),
+        "start": 4,
+        "sample": True,
+        "sampling": SamplingParams(),
+        "ttl_s": 5.0,
+        "lane": "zmq",
+        "credit": 2,
+        "region_pages": 2,
+        "tag_base": 9000,
+    }
+    return Offer(**(fields | changes))  # type: ignore[arg-type]
+
+
+def open_sink(number: int = 1, peer: WorkerId = PEER.worker, deadline_s: float = 100.0) -> OpenSink:
+    tokens, pages = np.arange(10, dtype=np.int32), np.array([3, 5], dtype=np.int32)
+    sampling = SamplingParams()
+    return OpenSink(key(number), peer, RequestId("r"), tokens, 4, pages, True, sampling, deadline_s)
+
+
+def bodies(effects: list) -> list:
+    """Frames by body, engine events by event."""
+    return [
+        effect.body if isinstance(effect, SendFrame) else effect.event if isinstance(effect, EngineEvent) else effect
+        for effect in effects
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ who is believed
+
+
+def test_frames_for_or_of_another_process_are_dropped() -> None:
+    here = endpoint()
+    for wrong in (
+        frame(offer(), dst=Stamp(ME.worker, 1, Epoch(501))),
+        frame(offer(), dst=Stamp(ME.worker, 1, Epoch(0))),
+        frame(offer(), src=SUCCESSOR),
+        frame(offer(), src=Stamp(WorkerId("nobody"), 1, Epoch(1))),
+    ):
+        assert here.on_frame(wrong, 0.0) == []
+    assert here.sessions() == []
+    assert here.counters == {"frame.for_another_epoch": 2, "frame.of_unlisted_process": 2}
+
+
+def test_a_third_party_cannot_touch_a_hand_off() -> None:
+    here = endpoint()
+    here.on_frame(frame(offer(1)), 0.0)
+    here.command(open_sink(2), 0.0)
+    assert here.on_frame(frame(Cancel(key=key(1), failure=FAILURE), src=OTHER), 0.0) == []
+    assert here.on_frame(frame(Failed(key=key(2), failure=FAILURE), src=OTHER), 0.0) == []
+    [refusal] = bodies(here.on_frame(frame(offer(1), src=OTHER), 0.0))
+    assert isinstance(refusal, Refuse)
+    assert (here.live_sources, here.live_sinks) == (1, 1)
+
+
+def test_a_frame_that_is_not_about_a_hand_off_is_a_bug_of_the_shell() -> None:
+    with pytest.raises(TypeError, match="Heartbeat"):
+        endpoint().on_frame(frame(Heartbeat()), 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------- sources
+
+
+def test_an_offer_is_accepted_once_and_answered_as_often_as_it_comes() -> None:
+    here = endpoint()
+    accept, received = bodies(here.on_frame(frame(offer()), 2.0))
+    assert accept == Accept(key=key(1))
+    assert isinstance(received, OfferReceived)
+    assert (received.peer, received.start, received.tokens.tolist()) == (PEER, 4, list(range(10)))
+    assert received.deadline_s == 7.0
+    assert bodies(here.on_frame(frame(offer()), 2.0)) == [Accept(key=key(1))]
+    assert here.counters["source.Accepted.Offer.ignored_duplicate"] == 1
+
+
+def test_no_offer_is_worth_more_time_than_is_configured() -> None:
+    received = bodies(endpoint().on_frame(frame(offer(ttl_s=1e9)), 0.0))[1]
+    assert received.deadline_s == CONFIG.handoff_ttl_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lane": "pigeon"}, "pigeon"),
+        ({"start": 3}, "start at token 3"),
+        ({"start": 12}, "start at token 12"),
+        ({"tokens": b"", "start": 0}, "start at token 0"),
+        ({"credit": 0}, "without credit"),
+    ],
+)
+def test_an_offer_that_cannot_be_met_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
+    here = endpoint()
+    for _ in range(2):  # duplicates get the same answer
+        [refusal] = bodies(here.on_frame(frame(offer(**changes)), 0.0))
+        assert isinstance(refusal, Refuse)
+        assert reason in refusal.failure.reason
+    assert here.live_sources == 0
+
+
+def test_too_many_sources_are_refused_until_one_ends() -> None:
+    here = endpoint(max_live_sources=1)
+    here.on_frame(frame(offer(1)), 0.0)
+    [refusal] = bodies(here.on_frame(frame(offer(2)), 0.0))
+    assert refusal.failure.code is ErrorCode.OVERLOADED
+    assert refusal.retry_after_s > 0
+    here.on_frame(frame(Cancel(key=key(1), failure=FAILURE)), 0.0)
+    here.on_data(SourceFenced(key(1)), 0.0)
+    assert isinstance(bodies(here.on_frame(frame(offer(3)), 0.0))[0], Accept)
+
+
+def test_a_cancel_before_its_offer_is_remembered() -> None:
+    here = endpoint()
+    cancel = frame(Cancel(key=key(1), failure=FAILURE))
+    assert bodies(here.on_frame(cancel, 0.0)) == [Cancelled(key=key(1))]
+    assert bodies(here.on_frame(frame(offer(1)), 0.0)) == [Cancelled(key=key(1))]
+    assert bodies(here.on_frame(cancel, 0.0)) == [Cancelled(key=key(1))]
+    assert here.live_sources == 0
+
+
+def test_frames_about_an_unknown_source_create_nothing() -> None:
+    here = endpoint()
+    for body in (Ack(key=key(1), seq=0, credit=9), Commit(key=key(1))):
+        assert here.on_frame(frame(body), 0.0) == []
+    assert here.sessions() == []
+
+
+def test_a_whole_source_session() -> None:
+    here = endpoint()
+    here.on_frame(frame(offer()), 0.0)
+    [send] = here.command(ShipRegion(key(1), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
+    assert send == SendRegion(key(1), PEER, "zmq", 0, 9000, 4, 6, pack_tokens([8, 9]))
+    here.command(FinishSource(key(1), PrefillResult(3, None, 0.0, 0)), 0.0)
+    assert [type(b) for b in bodies(here.on_data(RegionReady(key(1), 0, 9000, 60, 1), 0.0))] == [Chunk, Done]
+    assert here.next_deadline() == 0.5
+    assert [type(b) for b in bodies(here.on_timer(0.5))] == [Chunk, Done]
+    assert here.on_frame(frame(Commit(key=key(1))), 0.6) == [FenceSource(key(1))]
+    assert bodies(here.on_data(SourceFenced(key(1)), 0.6)) == [SourceReleased(key(1))]
+    assert (here.live_sources, here.next_deadline()) == (0, None)
+
+
+# --------------------------------------------------------------------------------------------------------- sinks
+
+
+def test_an_open_sink_is_prepared_then_offered_then_given_up_in_time() -> None:
+    here = endpoint()
+    [prepare] = here.command(open_sink(), 1.0)
+    assert isinstance(prepare, PrepareSink)
+    assert (prepare.peer, prepare.start, prepare.total_tokens, prepare.tag_count) == (PEER, 4, 10, 4)
+    [sent] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 1.0))
+    assert isinstance(sent, Offer)
+    assert here.next_deadline() == 1.5
+    assert isinstance(bodies(here.on_timer(1.5))[0], Offer)
+    assert here.on_timer(1.6) == []
+    assert here.on_timer(11.0) == [FenceSink(key(1))]  # handoff_ttl_s, though the request has more time
+    cancel, failed = bodies(here.on_data(SinkFenced(key(1)), 11.0))
+    assert isinstance(cancel, Cancel)
+    assert isinstance(failed, SinkFailed)
+    assert failed.failure.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_a_sink_towards_a_worker_that_has_left_fails_at_once() -> None:
+    here = endpoint()
+    [failed] = bodies(here.command(open_sink(1, WorkerId("gone-3")), 0.0))
+    assert (failed.peer_lost, failed.landed_until) == (True, 4)
+    assert here.command(AbortSink(key(1), FAILURE), 0.0) == []  # it was on its way
+    assert here.live_sinks == 0
+
+
+def test_tags_are_never_used_twice_nor_by_a_successor() -> None:
+    here, successor = endpoint(), Endpoint(Stamp(ME.worker, 2, Epoch(501)), CONFIG, 4, ["zmq"])
+    successor.on_membership(view(1, PEER), 0.0)
+    ranges = []
+    for process in (here, successor):
+        for number in range(3):
+            [prepare] = process.command(open_sink(number), 0.0)
+            assert isinstance(prepare, PrepareSink)
+            ranges.append(range(prepare.tag_base, prepare.tag_base + prepare.tag_count))
+    tags = [tag for used in ranges for tag in used]
+    assert len(set(tags)) == len(tags)
+    assert max(tags) < 1 << 63
+
+
+def test_a_source_of_a_forgotten_sink_is_told_to_stop() -> None:
+    here = endpoint()
+    for body in (
+        Accept(key=key(9)),
+        Chunk(key=key(9), seq=0, tag=1, first_token=0, tokens=4, nbytes=1, digest=1),
+        Done(key=key(9), regions=1, total_tokens=4),
+        Failed(key=key(9), failure=FAILURE),
+    ):
+        [cancel] = bodies(here.on_frame(frame(body), 0.0))
+        assert isinstance(cancel, Cancel)
+    for body in (Refuse(key=key(9), failure=FAILURE), Cancelled(key=key(9))):
+        assert here.on_frame(frame(body), 0.0) == []
+    assert here.sessions() == []
+
+
+# ----------------------------------------------------------------------------------------------- commands, bounds
+
+
+def test_commands_for_what_never_was_are_bugs_and_those_that_cross_an_end_are_not() -> None:
+    here = endpoint()
+    for command in (AbortSink(key(1), FAILURE), AbortSource(key(1), FAILURE)):
+        with pytest.raises(AssertionError, match="never was"):
+            here.command(command, 0.0)
+    here.command(open_sink(1), 0.0)
+    with pytest.raises(AssertionError, match="exists"):
+        here.command(open_sink(1), 0.0)
+    here.on_frame(frame(offer(1)), 0.0)
+    here.on_frame(frame(Cancel(key=key(1), failure=FAILURE)), 0.0)
+    here.on_data(SourceFenced(key(1)), 0.0)
+    assert here.command(AbortSource(key(1), FAILURE), 0.0) == []
+
+
+def test_what_ended_is_forgotten_within_bounds_and_answers_of_the_data_plane_may_come_later_still() -> None:
+    here = endpoint()
+    for number in range(10):
+        here.on_frame(frame(offer(number)), 0.0)
+        here.on_frame(frame(Cancel(key=key(number), failure=FAILURE)), 0.0)
+        assert isinstance(bodies(here.on_data(SourceFenced(key(number)), 0.0))[-1], SourceAborted)
+    assert [info.key for info in here.sessions()] == [key(7), key(8), key(9)]
+    assert here.on_data(SourceFenced(key(0)), 0.0) == []
+    assert here.counters["data.of_unknown_source"] == 1
+    here.on_timer(CONFIG.tombstone_ttl_s + 1)
+    assert here.sessions() == []
+
+
+def test_a_flood_of_frames_pushes_out_nothing_but_itself() -> None:
+    here = endpoint()
+    here.on_frame(frame(offer(1)), 0.0)
+    here.on_frame(frame(Cancel(key=key(1), failure=FAILURE)), 0.0)
+    here.on_data(SourceFenced(key(1)), 0.0)
+    for number in range(100, 200):
+        here.on_frame(frame(Cancel(key=key(number), failure=FAILURE)), 0.0)
+        here.on_frame(frame(offer(number + 100, lane="pigeon")), 0.0)
+    assert len(here.sessions()) == 1 + CONFIG.max_tombstones
+    assert key(1) in {info.key for info in here.sessions()}
+    assert here.command(AbortSource(key(1), FAILURE), 0.0) == []
+
+
+def test_retrying_a_cancel_ends_with_its_place_in_the_table() -> None:
+    here = endpoint()
+    here.command(open_sink(1), 0.0)
+    here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 0.0)
+    here.command(AbortSink(key(1), FAILURE), 0.0)
+    here.on_data(SinkFenced(key(1)), 0.0)
+    now, cancels = 0.0, 0
+    while (due_s := here.next_deadline()) is not None:
+        now = due_s
+        cancels += len(here.on_timer(now))
+    assert now == pytest.approx(CONFIG.tombstone_ttl_s, abs=1.0)
+    assert cancels == pytest.approx(CONFIG.tombstone_ttl_s / CONFIG.resend_after_s, abs=2)
+
+
+# -------------------------------------------------------------------------------------------------------- liveness
+
+
+def test_silence_ends_hand_offs_but_is_no_proof() -> None:
+    here = endpoint()
+    here.on_frame(frame(offer(1, lane="local")), 0.0)
+    here.command(ShipRegion(key(1), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
+    here.on_data(RegionReady(key(1), 0, 9000, 60, 1), 0.0)
+    here.on_frame(frame(offer(2, lane="local"), src=OTHER), 0.0)
+    assert FenceSource(key(1)) in here.on_peer_silent(PEER.worker, 1.0)
+    assert here.on_peer_silent(PEER.worker, 1.1) == []
+    here.on_data(SourceFenced(key(1)), 1.1)
+    assert here.live_sources == 2
+    [aborted] = bodies(here.on_membership(view(2, ME, OTHER, SUCCESSOR), 2.0))
+    assert isinstance(aborted, SourceAborted)
+    assert here.live_sources == 1  # the other peer's goes on
+
+
+def test_nothing_is_sent_to_the_dead() -> None:
+    here = endpoint()
+    here.command(open_sink(1), 0.0)
+    here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 0.0)
+    here.on_frame(frame(offer(2)), 0.0)
+    effects = here.on_membership(view(2, ME, OTHER, SUCCESSOR), 1.0)
+    assert effects == [FenceSink(key(1)), FenceSource(key(2))]
+    [failed] = bodies(here.on_data(SinkFenced(key(1)), 1.0))
+    assert failed.peer_lost
+    [aborted] = bodies(here.on_data(SourceFenced(key(2)), 1.0))
+    assert isinstance(aborted, SourceAborted)
+    assert here.next_deadline() is None
+    assert here.on_frame(frame(offer(2)), 1.0) == []  # its last words
+
+
+def test_history_tells_what_happened() -> None:
+    here = endpoint()
+    here.on_frame(frame(offer(1)), 0.0)
+    here.on_frame(frame(Cancel(key=key(1), failure=FAILURE)), 3.0)
+    [last] = here.history
+    assert (last.now, last.side, last.event, last.before, last.after) == (
+        3.0,
+        "source",
+        "Cancel",
+        "Accepted",
+        "Cancelling",
+    )
