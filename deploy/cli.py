@@ -186,3 +186,7 @@ def _layers(config: Path | None, settings: list[str] | None, flags: dict[str, An
     """Later ones win: file, environment, --set, options."""
     layers = [file_layer(config)] if config is not None else []
     return [*layers, environment_layer(), assignments_layer(settings or []), Layer("command line", nested(flags))]
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from baton.common.errors import BatonError
 from baton.common.resolve import Layer
 from baton.deploy.client import Answer, Client, Message
 from baton.deploy.serve import decide, running_cluster
-from baton.deploy.show import all_idle, print_census, print_lanes, print_timings
+from baton.deploy.show import Wrapped, all_idle, print_census, print_lanes, print_timings
 from baton.deploy.status import GatewayStatus
 
 MAX_TOKENS = 96
@@ -77,8 +77,10 @@ def _answer(client: Client, name: str, messages: Sequence[Message], console: Con
     console.print(f"[bold cyan]{name}[/]  ", end="")
     console.print(messages[-1]["content"], style="cyan", markup=False)
     with client.stream(messages, max_tokens=MAX_TOKENS, temperature=0) as stream:
+        text = Wrapped(lambda piece: console.out(piece, end="", highlight=False), console.width)
         for part in stream:
-            console.out(part, end="", highlight=False)
+            text.write(part)
+        text.finish()
         console.print("\n")
         return stream.answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from rich.console import Console
@@ -57,7 +57,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
 
 def print_lanes(status: GatewayStatus, console: Console) -> None:
     """The lane of each pair of workers, and what it has carried."""
-    table = _table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", ">rate", "other lanes")
+    table = _table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes")
     for use in status.lanes:
         others = [
             f"{lane.lane} {lane.status}" + (f" ({lane.reason})" if lane.reason else "")
@@ -70,7 +70,6 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
             use.lane,
             str(use.transfers),
             format_bytes(use.nbytes),
-            f"{format_bytes(use.nbytes / use.seconds)}/s" if use.seconds else "",
             ", ".join(others),
         )
     console.print(table)
@@ -140,8 +139,48 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
             f"{rate:.0f}",
         )
     console.print(times)
-    console.print()
+    console.print("[dim]Chunks travel while later ones are computed: prefill and transfer overlap.[/]\n")
     console.print(moves)
+
+
+class Wrapped:
+    """Streamed text, broken between words where the line ends. `write` may hold back an unfinished word."""
+
+    def __init__(self, write: Callable[[str], None], width: int) -> None:
+        self._write = write
+        self._width = width
+        self._column = 0
+        self._word = ""
+
+    def write(self, text: str) -> None:
+        for char in text:
+            if char.isspace():
+                self._end_word()
+                self._space(char)
+            else:
+                self._word += char
+                if len(self._word) >= self._width:  # no word: let the terminal break it
+                    self._end_word()
+
+    def finish(self) -> None:
+        self._end_word()
+
+    def _end_word(self) -> None:
+        if self._column and self._column + len(self._word) > self._width:
+            self._write("\n")
+            self._column = 0
+        self._write(self._word)
+        self._column += len(self._word)
+        self._word = ""
+
+    def _space(self, char: str) -> None:
+        if char == "\n":
+            self._column = 0
+        elif self._column < self._width:
+            self._column += 1
+        else:
+            return  # the next word begins a new line
+        self._write(char)
 
 
 def timing_line(answer: Answer) -> str:

@@ -1,0 +1,204 @@
+"""`baton serve` as a person starts it: real actors and sockets, the fake model, whose answers prove every page it read.
+
+One cluster serves all tests here, and is ended with Ctrl-C by the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from baton.client import AsyncClient, Client
+from baton.common.engine.fake_runner import fake_answer
+from baton.common.messages import SamplingParams
+from baton.deploy.show import all_idle
+from baton.deploy.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.ray
+
+MAX_MODEL_LEN = 4096
+START_S = 200.0
+SETTLE_S = 20.0
+END_TOKEN = 257
+
+
+@dataclass
+class Cluster:
+    process: subprocess.Popen[str]
+    url: str
+    shown: list[str]
+
+    def baton(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "baton.deploy.cli", *arguments, "--url", self.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def settle(self, client: Client) -> bool:
+        """True when, within a moment, no page of any worker is held by anybody."""
+        give_up_s = time.monotonic() + SETTLE_S
+        while not (idle := all_idle(client.status())) and time.monotonic() < give_up_s:
+            pass
+        return idle
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", "0"]
+    command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        yield wait_until_served(process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def wait_until_served(process: subprocess.Popen[str]) -> Cluster:
+    assert process.stderr is not None
+    shown: list[str] = []
+    give_up_s = time.monotonic() + START_S
+    for line in process.stderr:
+        shown.append(line.rstrip())
+        assert time.monotonic() < give_up_s, shown
+        if line.lstrip().startswith("baton run"):
+            return Cluster(process, line.split()[3], shown)
+    raise AssertionError(shown)
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.url) as client:
+        yield client
+
+
+def right_text(prompt: str, **sampling: float | int) -> tuple[str, int, str]:
+    """(text, tokens, finish reason) that the fake model must give."""
+    params = SamplingParams(**{"temperature": 0.0, "stop_token_ids": (END_TOKEN,), **sampling})  # type: ignore[arg-type]
+    answer = fake_answer(list(prompt.encode()), params, MAX_MODEL_LEN)
+    return ByteTokenizer().decode(answer.tokens), len(answer.tokens), answer.finish_reason
+
+
+def test_it_says_what_was_decided_and_how_to_ask(cluster: Cluster) -> None:
+    shown = "\n".join(cluster.shown)
+    assert "fake in float32: 1 prefill, 2 decode" in shown
+    assert f"model.max_model_len = {MAX_MODEL_LEN}" in shown
+    for worker in ("prefill-0", "decode-0", "decode-1", "gateway-0"):
+        assert f"{worker}: ready" in shown
+    assert f"curl {cluster.url}/v1/chat/completions" in shown
+
+
+def test_answers_are_right_and_were_handed_over(client: Client, cluster: Cluster) -> None:
+    for length in (1, 15, 16, 17, 100, 3000):
+        prompt = "".join(chr(97 + (length + n * n) % 26) for n in range(length))
+        answer = client.complete(prompt, max_tokens=50, temperature=0)
+        text, tokens, reason = right_text(prompt, max_tokens=50)
+        assert (answer.text, answer.completion_tokens, answer.finish_reason) == (text, tokens, reason)
+        timeline = answer.timeline
+        assert timeline.local_tokens + timeline.cached_tokens + timeline.transferred_tokens == length
+        assert timeline.transferred_tokens
+        assert timeline.lane
+        assert answer.prompt_tokens == length >= answer.cached_tokens
+    assert cluster.settle(client)
+
+
+def test_a_seed_gives_the_same_answer_again(client: Client) -> None:
+    texts = [client.complete("a seeded prompt", max_tokens=40, temperature=0.8, seed=seed).text for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] == right_text("a seeded prompt", max_tokens=40, temperature=0.8, seed=5)[0]
+    assert texts[2] != texts[0]
+
+
+def test_many_at_once_are_all_right(cluster: Cluster) -> None:
+    prompts = [f"prompt number {n} " * (n % 7 + 1) for n in range(60)]
+
+    async def ask() -> list[str]:
+        async with AsyncClient(cluster.url) as client:
+            answers = await client.map(prompts, concurrency=30, max_tokens=30, temperature=0)
+            return [answer.text for answer in answers]
+
+    assert asyncio.run(ask()) == [right_text(prompt, max_tokens=30)[0] for prompt in prompts]
+
+
+def test_the_openai_package_sees_a_stream(cluster: Cluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+    chunks = list(
+        client.completions.create(
+            model="fake", prompt="streamed", max_tokens=60, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+    )
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == right_text("streamed", max_tokens=60, stop_token_ids=())[0]
+
+
+def test_a_stop_string_ends_it_everywhere(cluster: Cluster, client: Client) -> None:
+    whole, _, _ = right_text("stop me", max_tokens=200, stop_token_ids=())
+    stop = whole[20:23]
+    answer = client.complete("stop me", max_tokens=200, temperature=0, ignore_eos=True, stop=[stop])
+    assert answer.text == whole[: whole.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert cluster.settle(client)
+
+
+def test_hanging_up_frees_everything(cluster: Cluster, client: Client) -> None:
+    streams = [client.stream(f"gone {n}", max_tokens=3000, temperature=0, ignore_eos=True) for n in range(8)]
+    for stream in streams:
+        next(iter(stream))
+    for stream in streams:
+        stream.close()
+    assert cluster.settle(client)
+    assert sum(worker.load.running for worker in client.status().workers if worker.role == "decode") == 0
+
+
+def test_a_deadline_in_the_middle_of_an_answer(cluster: Cluster, client: Client) -> None:
+    with pytest.raises(Exception, match="deadline_exceeded"):
+        client.complete("too slow", max_tokens=4000, ignore_eos=True, timeout_s=0.05)
+    assert cluster.settle(client)
+
+
+def test_status_run_and_kv_from_the_terminal(cluster: Cluster) -> None:
+    shown = cluster.baton("status")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("decode-0", "decode-1", "prefill-0", "gateway-0", "Lanes", "Pages", "Every page"):
+        assert word in shown.stdout
+    as_json = cluster.baton("status", "--json")
+    assert '"census"' in as_json.stdout
+    census = cluster.baton("kv")
+    assert (census.returncode, "idle" in census.stdout) == (0, True)
+    owner = cluster.baton("kv", "--worker", "decode-0", "--page", "1")
+    assert owner.stdout.startswith("page 1: "), owner.stderr
+    nobody = cluster.baton("kv", "--worker", "decode-9", "--page", "1")
+    assert (nobody.returncode, "no worker 'decode-9'" in nobody.stderr) == (1, True)
+    beyond = cluster.baton("kv", "--worker", "decode-0", "--page", "99999")
+    assert beyond.returncode == 1
+    assert "Traceback" not in beyond.stderr
+    asked = cluster.baton("run", "hello", "--raw", "--max-tokens", "10", "--temperature", "0")
+    assert asked.returncode == 0
+    assert "over" in asked.stderr
+
+
+def test_two_clusters_do_not_share_a_port(cluster: Cluster) -> None:
+    port = cluster.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", port]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 2
+    assert "already in use" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_ctrl_c_ends_it_cleanly(cluster: Cluster, client: Client) -> None:
+    pids = [int(detail["pid"]) for detail in client.status().details.values()]
+    assert len(pids) == 3
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(60) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,108 @@
+"""What a person sees: tables within eighty columns, words kept whole, lost pages in plain sight."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from baton.common.messages import Load, Timeline
+from baton.deploy.client import Answer
+from baton.deploy.show import Wrapped, all_accounted, all_idle, print_status, print_timings, timing_line
+from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
+
+IDLE = {
+    "free": 1000, "cached": 92, "cached_locked": 0, "request": 0, "incoming": 0, "outgoing": 0, "quarantined": 0,
+    "total": 1092,
+}  # fmt: skip
+
+
+def status_with(**decode_pages: int) -> GatewayStatus:
+    censuses = {"prefill-0": IDLE, "decode-0": {**IDLE, **decode_pages}}
+    lanes = [{"peer": "prefill-0", "lane": "ucx", "status": "down", "reason": "no ucxx"}]
+    return GatewayStatus(
+        version="1",
+        model="some-model",
+        max_model_len=8192,
+        ready=True,
+        reason="",
+        requests=Load(running=3),
+        workers=[
+            WorkerView(worker=name, role=name.split("-")[0], incarnation=2, silent=False, load=Load(total_pages=1092))
+            for name in ("decode-0", "prefill-0", "gateway-0")
+        ],
+        lanes=[
+            LaneUse(
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                lane="local",
+                transfers=12,
+                nbytes=1 << 30,
+                seconds=1.0,
+            )
+        ],
+        details={name: {"census": census, "lanes": lanes, "pid": 1} for name, census in censuses.items()},
+    )
+
+
+def answer() -> Answer:
+    timeline = Timeline(
+        queue_s=0.0123,
+        prefill_s=1.5,
+        transfer_s=0.1,
+        decode_s=2.0,
+        transfer_bytes=123 << 20,
+        lane="local",
+        prefill_worker="prefill-10",
+        decode_worker="decode-12",
+        transferred_tokens=3000,
+    )
+    return Answer("text", "stop", 3016, 100, 16, "id", 1.7, 4.0, 1, timeline)
+
+
+def shown_by(show: object, *values: object) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=80, highlight=False)
+    show(*values, console)  # type: ignore[operator]
+    lines = out.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert "…" not in out.getvalue(), "nothing is cut off"
+    return out.getvalue()
+
+
+def test_status_fits_a_terminal() -> None:
+    shown = shown_by(print_status, status_with())
+    for word in ("some-model", "decode-0@2", "prefill-0", "local", "1.0 GiB", "ucx down (no ucxx)", "free or cached"):
+        assert word in shown
+
+
+def test_timings_fit_a_terminal() -> None:
+    shown = shown_by(print_timings, [("follow-up", answer()), ("summary", answer())])
+    for word in ("12.3", "1500.0", "123.0 MiB", "prefill-10", "decode-12", "3000", "50"):
+        assert word in shown
+    assert "123.0 MiB in 100.0 ms over local" in timing_line(answer())
+
+
+def test_pages_in_use_and_pages_lost_are_told_apart() -> None:
+    in_use = status_with(free=999, request=1)
+    assert (all_idle(in_use), all_accounted(in_use)) == (False, True)
+    assert "in use" in shown_by(print_status, in_use)
+    lost = status_with(free=999)
+    assert (all_idle(lost), all_accounted(lost)) == (False, False)
+    assert "1 LOST" in shown_by(print_status, lost)
+
+
+@given(st.lists(st.text("ab \n", max_size=12), max_size=20))
+def test_wrapping_changes_nothing_but_spaces_into_line_ends(parts: list[str]) -> None:
+    out: list[str] = []
+    wrapped = Wrapped(out.append, 10)
+    for part in parts:
+        wrapped.write(part)
+    wrapped.finish()
+    shown, text = "".join(out), "".join(parts)
+    assert [char for char in shown if not char.isspace()] == [char for char in text if not char.isspace()]
+    if not any(len(word) > 10 for word in text.split()):
+        assert shown.split() == text.split()
+        assert all(len(line) <= 10 for line in shown.split("\n"))
