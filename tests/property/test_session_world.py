@@ -525,7 +525,7 @@ def weathers(**fixed: float) -> st.SearchStrategy[Weather]:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(weather=weathers(), seed=st.integers(0, 2**32))
 def test_after_any_storm_every_hand_off_has_ended_once_and_every_page_is_back(weather: Weather, seed: int) -> None:
     world = live(weather, seed, handoffs=6)

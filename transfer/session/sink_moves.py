@@ -1,0 +1,233 @@
+"""What a sink does on its moves: takes regions in, distrusts what cannot be, commits, or drains. Pure functions of a
+state and an event; `sink.py` says which of them belongs to which state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.common.errors import ErrorCode
+from baton.common.ids import Stamp
+from baton.common.messages import (
+    Ack,
+    Cancel,
+    Chunk,
+    Commit,
+    Done,
+    Failure,
+    HandoffBody,
+    Nack,
+    Offer,
+)
+from baton.common.units import pages_for_tokens
+from baton.transfer.api import PrefillResult, SinkCommitted, SinkFailed
+from baton.transfer.plan import PAGE_ID_BYTES
+from baton.transfer.session.effects import (
+    PULL_LANES,
+    CloseSink,
+    EngineEvent,
+    FenceSink,
+    Landed,
+    LandRegion,
+    RegionDamaged,
+    SendFrame,
+    SinkPrepared,
+)
+from baton.transfer.session.sink_states import (
+    Arrivals,
+    Arrived,
+    Arriving,
+    Committed,
+    Damaged,
+    Draining,
+    Offered,
+    Preparing,
+    Receiving,
+    Region,
+    SinkOrder,
+    SinkState,
+    SinkStep,
+)
+from baton.transfer.session.step import (
+    SessionRules,
+    Step,
+    Verdict,
+    impossible,
+)
+
+# ------------------------------------------------------------------------------------------------- verbs
+
+
+def begin_receiving(state: Offered) -> Receiving:
+    return Receiving(state.order, state.offer, Arrivals(), None, None, state.resend_at_s)
+
+
+def take_chunk(state: Receiving, chunk: Chunk, now: float, rules: SessionRules) -> SinkStep:
+    match state.arrivals.get(chunk.seq):
+        case Arrived():
+            ack = Ack(key=state.order.key, seq=chunk.seq, credit=state.credit)
+            return Step(state, Verdict.IGNORED_DUPLICATE, (to_peer(state.order, ack),))
+        case Arriving():
+            return Step(state, Verdict.IGNORED_DUPLICATE)
+        case Damaged(first, tag):
+            if chunk.tag != tag:
+                return stale(state)  # announced before the Nack
+            if (chunk.first_token, chunk.tokens) != (first.first_token, first.tokens):
+                return drain(state, _broken(state.order, f"region {chunk.seq} is another one the second time"))
+        case None:
+            wrong = _contradiction(state, chunk, rules)
+            if wrong:
+                return drain(state, _broken(state.order, wrong))
+    after = replace(
+        state,
+        arrivals=state.arrivals.with_region(chunk.seq, Arriving(chunk)),
+        first_chunk_at_s=now if state.first_chunk_at_s is None else state.first_chunk_at_s,
+    )
+    land = LandRegion(state.order.key, state.order.peer, state.offer.lane, chunk.tag, chunk)
+    return Step(after, Verdict.MOVE, (land,))
+
+
+def _contradiction(state: Receiving, chunk: Chunk, rules: SessionRules) -> str:
+    """Why a newly announced region cannot be part of this hand-off; "" when it can (S3, S4)."""
+    order, end = state.order, chunk.first_token + chunk.tokens
+    pages = pages_for_tokens(chunk.tokens, rules.page_size)
+    before, behind = state.arrivals.get(chunk.seq - 1), state.arrivals.get(chunk.seq + 1)
+    checks: Sequence[tuple[bool, str]] = (
+        (chunk.seq >= state.credit, f"region {chunk.seq} came without credit ({state.credit})"),
+        (state.done is not None and chunk.seq >= state.done.regions, f"region {chunk.seq} came after the last one"),
+        (chunk.tag != order.first_tag(chunk.seq), f"region {chunk.seq} came under a foreign tag"),
+        (chunk.first_token < order.start or end > order.total, f"[{chunk.first_token}, {end}) was not asked for"),
+        (chunk.first_token % rules.page_size != 0, f"region {chunk.seq} starts inside a page"),
+        (end % rules.page_size != 0 and end != order.total, f"region {chunk.seq} ends inside a page"),
+        (pages > state.offer.region_pages, f"region {chunk.seq} has {pages} pages, over {state.offer.region_pages}"),
+        (chunk.seq == 0 and chunk.first_token != order.start, f"region 0 starts at {chunk.first_token}"),
+        (before is not None and _end(before) != chunk.first_token, f"a gap before region {chunk.seq}"),
+        (behind is not None and behind.chunk.first_token != end, f"a gap behind region {chunk.seq}"),
+        (
+            len(chunk.source_pages) != (pages * PAGE_ID_BYTES if state.offer.lane in PULL_LANES else 0),
+            f"region {chunk.seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages",
+        ),
+    )
+    return next((reason for wrong, reason in checks if wrong), "")
+
+
+def _end(region: Region) -> int:
+    return region.chunk.first_token + region.chunk.tokens
+
+
+def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
+    if state.done is not None:
+        return Step(state, Verdict.IGNORED_DUPLICATE)
+    order = state.order
+    if done.total_tokens != order.total:
+        return drain(state, _broken(order, f"{done.total_tokens} tokens were prefilled, not {order.total}"))
+    if (done.first_token >= 0) != order.sample:
+        return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
+    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.page_count:
+        return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
+    return _commit_if_complete(replace(state, done=done), now)
+
+
+def take_landed(state: Receiving, event: Landed, now: float) -> SinkStep:
+    region = state.arrivals.get(event.seq)
+    if not isinstance(region, Arriving):
+        raise impossible(state, event)
+    after = replace(state, arrivals=state.arrivals.with_landed(event, region.chunk))
+    step = _commit_if_complete(after, now)
+    if step.effects:  # committed (or failed): that says more than an acknowledgement
+        return step
+    ack = Ack(key=state.order.key, seq=event.seq, credit=after.credit)
+    return Step(after, Verdict.MOVE, (to_peer(state.order, ack),))
+
+
+def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
+    order, arrivals, done = state.order, state.arrivals, state.done
+    if done is None or arrivals.landed < done.regions:
+        return Step(state, Verdict.MOVE)
+    if arrivals.landed_until(order.start) != order.total:
+        return drain(state, _broken(order, f"{done.regions} regions end before token {order.total}"))
+    assert state.first_chunk_at_s is not None
+    result = PrefillResult(done.first_token, done.logprob, done.prefill_s, done.cached_tokens)
+    committed = SinkCommitted(
+        order.key,
+        order.peer.worker,
+        result,
+        arrivals.nbytes,
+        state.offer.lane,
+        transfer_s=now - state.first_chunk_at_s,
+        scatter_s=arrivals.scatter_s,
+    )
+    commit = to_peer(order, Commit(key=order.key))
+    return Step(Committed(order), Verdict.MOVE, (CloseSink(order.key), commit, EngineEvent(committed)))
+
+
+def take_damaged(state: Receiving, event: RegionDamaged, now: float, rules: SessionRules) -> SinkStep:
+    region, second_tag = state.arrivals.get(event.seq), state.order.second_tag(event.seq)
+    if not isinstance(region, Arriving):
+        raise impossible(state, event)
+    if region.chunk.tag == second_tag:
+        reason = f"region {event.seq} from {state.order.peer.worker} was damaged twice"
+        return drain(state, Failure(code=ErrorCode.TRANSFER_CORRUPT, reason=reason))
+    resend_at_s = state.resend_at_s if state.nacks else now + rules.resend_after_s
+    arrivals = state.arrivals.with_region(event.seq, Damaged(region.chunk, second_tag))
+    nack = Nack(key=state.order.key, seq=event.seq, tag=second_tag)
+    after = replace(state, arrivals=arrivals, resend_at_s=resend_at_s)
+    return Step(after, Verdict.MOVE, (to_peer(state.order, nack),))
+
+
+def drain(
+    state: Preparing | Offered | Receiving, failure: Failure, *, peer_lost: bool = False, offered: bool = True
+) -> SinkStep:
+    """Ends the hand-off: fence first, everything else after it. `offered=False`: there is nobody to tell."""
+    arrivals = state.arrivals if isinstance(state, Receiving) else Arrivals()
+    known_there = offered and not isinstance(state, Preparing)
+    after = Draining(state.order, failure, peer_lost, known_there, arrivals)
+    return Step(after, Verdict.MOVE, (FenceSink(state.order.key),))
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def stale(state: SinkState) -> SinkStep:
+    return Step(state, Verdict.IGNORED_STALE)
+
+
+def to_peer(order: SinkOrder, body: HandoffBody) -> SendFrame:
+    return SendFrame(order.peer.worker, order.peer.epoch, body)
+
+
+def cancel_frame(order: SinkOrder, failure: Failure) -> SendFrame:
+    return to_peer(order, Cancel(key=order.key, failure=failure))
+
+
+def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
+    return Offer(
+        key=order.key,
+        request_id=order.request_id,
+        tokens=order.tokens,
+        start=order.start,
+        sample=order.sample,
+        sampling=order.sampling,
+        ttl_s=max(0.0, order.deadline_s - now),
+        lane=prepared.lane,
+        credit=prepared.credit,
+        region_pages=prepared.region_pages,
+        tag_base=order.tag_base,
+    )
+
+
+def sink_failed(order: SinkOrder, failure: Failure, peer_lost: bool, arrivals: Arrivals) -> EngineEvent:
+    until = arrivals.landed_until(order.start)
+    return EngineEvent(SinkFailed(order.key, order.peer.worker, failure, until, arrivals.nbytes, peer_lost))
+
+
+def out_of_time(reason: str) -> Failure:
+    return Failure(code=ErrorCode.DEADLINE_EXCEEDED, reason=reason)
+
+
+def peer_gone(peer: Stamp) -> Failure:
+    return Failure(code=ErrorCode.NO_WORKER, reason=f"{peer.worker} (incarnation {peer.incarnation}) is gone")
+
+
+def _broken(order: SinkOrder, reason: str) -> Failure:
+    return Failure(code=ErrorCode.INTERNAL, reason=f"{order.peer.worker} broke the hand-off: {reason}")

@@ -1,0 +1,235 @@
+"""The states of a sink, and what each of them knows. Values only: `sink.py` is what moves between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.common.ids import HandoffKey, RequestId, Stamp
+from baton.common.messages import (
+    Accept,
+    Cancelled,
+    Chunk,
+    Done,
+    Failed,
+    Failure,
+    Nack,
+    Offer,
+    Refuse,
+    SamplingParams,
+)
+from baton.transfer.api import AbortSink
+from baton.transfer.plan import PAGE_ID_BYTES
+from baton.transfer.session.effects import (
+    EngineEvent,
+    Landed,
+    RegionDamaged,
+    SendFrame,
+    SinkEffect,
+    SinkFenced,
+    SinkLaneFailed,
+    SinkNotPrepared,
+    SinkPrepared,
+)
+from baton.transfer.session.step import (
+    DeadlinePassed,
+    PeerDead,
+    PeerSilent,
+    ResendDue,
+    Step,
+)
+
+# ---------------------------------------------------------------------------------------------------- regions
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A LandRegion is open for it."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """The first try was damaged; Nack has been sent and asks for the bytes under `tag`."""
+
+    chunk: Chunk
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Verified and in the pages."""
+
+    chunk: Chunk
+
+
+Region = Arriving | Damaged | Arrived
+Regions = tuple[Region | None, ...]  # by seq; None: not announced yet
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What has come in so far, and what it cost."""
+
+    regions: Regions = ()
+    nbytes: int = 0
+    scatter_s: float = 0.0
+
+    def get(self, seq: int) -> Region | None:
+        return self.regions[seq] if 0 <= seq < len(self.regions) else None
+
+    def with_region(self, seq: int, region: Region) -> Arrivals:
+        padded = self.regions + (None,) * (seq + 1 - len(self.regions))
+        return replace(self, regions=(*padded[:seq], region, *padded[seq + 1 :]))
+
+    def with_landed(self, event: Landed, chunk: Chunk) -> Arrivals:
+        after = self.with_region(event.seq, Arrived(chunk))
+        return replace(after, nbytes=self.nbytes + event.nbytes, scatter_s=self.scatter_s + event.scatter_s)
+
+    @property
+    def landed(self) -> int:
+        return sum(isinstance(region, Arrived) for region in self.regions)
+
+    def landed_until(self, start: int) -> int:
+        """[start, this) is in the pages without a gap. Page-aligned unless it is the total (S4)."""
+        for region in self.regions:
+            if not isinstance(region, Arrived):
+                break
+            start = region.chunk.first_token + region.chunk.tokens
+        return start
+
+
+# ----------------------------------------------------------------------------------------------------- states
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOrder:
+    """What the engine asked for; the same in all states."""
+
+    key: HandoffKey
+    peer: Stamp
+    request_id: RequestId
+    tokens: bytes
+    start: int
+    pages: bytes
+    sample: bool
+    sampling: SamplingParams
+    deadline_s: float
+    tag_base: int
+
+    @property
+    def total(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def page_count(self) -> int:
+        return len(self.pages) // PAGE_ID_BYTES
+
+    @property
+    def tag_count(self) -> int:
+        """A region has at least one page, and is sent at most twice."""
+        return 2 * self.page_count
+
+    def first_tag(self, seq: int) -> int:
+        return self.tag_base + seq
+
+    def second_tag(self, seq: int) -> int:
+        return self.tag_base + self.page_count + seq
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """Waits for staging and a lane. The peer knows nothing."""
+
+    order: SinkOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Offer sent, and re-sent until anything of the source answers it."""
+
+    order: SinkOrder
+    offer: Offer
+    resend_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """The source has the offer; regions land. `done` once the source has said that all are announced."""
+
+    order: SinkOrder
+    offer: Offer
+    arrivals: Arrivals
+    first_chunk_at_s: float | None
+    done: Done | None
+    resend_at_s: float  # of Nacks; counts only while a region is Damaged
+
+    @property
+    def credit(self) -> int:
+        """Regions with a lower seq may be sent: one slot is free again for each that landed."""
+        return self.offer.credit + self.arrivals.landed
+
+    @property
+    def nacks(self) -> tuple[Nack, ...]:
+        return tuple(
+            Nack(key=self.order.key, seq=seq, tag=region.tag)
+            for seq, region in enumerate(self.arrivals.regions)
+            if isinstance(region, Damaged)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Over, and the fence is asked for. `offered`: the peer may know of the attempt, so it must be told."""
+
+    order: SinkOrder
+    failure: Failure
+    peer_lost: bool
+    offered: bool
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Terminal: the engine has the pages. Kept to answer a source that did not hear of it."""
+
+    order: SinkOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Terminal for the engine; Cancel is re-sent until Cancelled."""
+
+    order: SinkOrder
+    failure: Failure
+    resend_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Terminal: nobody is owed anything. Kept to answer late frames."""
+
+    order: SinkOrder
+    failure: Failure
+
+
+SinkState = Preparing | Offered | Receiving | Draining | Committed | Aborted | Closed
+SinkOver = Committed | Aborted | Closed  # the engine has been told
+
+SinkFrame = Accept | Refuse | Chunk | Done | Failed | Cancelled
+SinkInput = (
+    SinkFrame
+    | AbortSink
+    | SinkPrepared
+    | SinkNotPrepared
+    | Landed
+    | RegionDamaged
+    | SinkLaneFailed
+    | SinkFenced
+    | ResendDue
+    | DeadlinePassed
+    | PeerSilent
+    | PeerDead
+)
+SinkOutput = SendFrame | EngineEvent | SinkEffect
+SinkStep = Step[SinkState, SinkOutput]

@@ -1,0 +1,252 @@
+"""What a source does on its moves: cuts, sends as credit allows, announces, gives up. Pure functions of a state and an
+event; `source.py` says which of them belongs to which state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar, assert_never
+
+from baton.common.errors import ErrorCode
+from baton.common.ids import Stamp
+from baton.common.messages import (
+    Ack,
+    Cancel,
+    Chunk,
+    Commit,
+    Done,
+    Failed,
+    Failure,
+    HandoffBody,
+    Nack,
+)
+from baton.transfer.api import (
+    AbortSource,
+    FinishSource,
+    ShipRegion,
+    SourceStopping,
+)
+from baton.transfer.plan import Span, cut_into_regions
+from baton.transfer.session.effects import (
+    PULL_LANES,
+    EngineEvent,
+    FenceSource,
+    RegionReady,
+    SendFrame,
+    SendRegion,
+    SourceLaneFailed,
+)
+from baton.transfer.session.source_states import (
+    Acked,
+    Announced,
+    AwaitingAck,
+    Cancelling,
+    Failing,
+    Gathering,
+    Queued,
+    Region,
+    Regions,
+    Sending,
+    SourceAlive,
+    SourceOutput,
+    SourceState,
+    SourceStep,
+    SourceTerms,
+)
+from baton.transfer.session.step import (
+    DeadlinePassed,
+    PeerDead,
+    PeerSilent,
+    SessionRules,
+    Step,
+    Verdict,
+    impossible,
+)
+
+# ------------------------------------------------------------------------------------------ verbs of sending
+
+
+def ship(state: Sending, event: ShipRegion, rules: SessionRules) -> SourceStep:
+    terms = state.terms
+    shipped_until = state.regions[-1].span.end if state.regions else terms.start
+    span = Span(event.first_token, event.tokens, event.pages.astype("<i4", copy=False).tobytes())
+    assert state.result is None, "shipped after FinishSource"
+    assert event.tokens > 0, event
+    assert span.first_token == shipped_until, f"a gap: {span.first_token} after {shipped_until}"
+    assert span.end == terms.total or (span.end % rules.page_size == 0 and span.end < terms.total), span
+    cut = cut_into_regions(span, rules.page_size, terms.region_pages)
+    return pump(state, state.regions + tuple(Queued(region) for region in cut))
+
+
+def pump(state: Sending, regions: Regions) -> SourceStep:
+    """Sends what credit allows (T3)."""
+    regions, sends = _with_credit(state.terms, regions, state.credit)
+    return Step(replace(state, regions=regions), Verdict.MOVE, sends)
+
+
+def _with_credit(terms: SourceTerms, regions: Regions, credit: int) -> tuple[Regions, tuple[SendRegion, ...]]:
+    after, sends = list(regions), []
+    for seq, region in enumerate(regions[:credit]):
+        if isinstance(region, Queued):
+            after[seq] = Gathering(region.span, terms.tag_base + seq)
+            sends.append(_send_region(terms, seq, terms.tag_base + seq, region.span))
+    return tuple(after), tuple(sends)
+
+
+def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules) -> SourceStep:
+    assert state.result is None, "FinishSource twice"
+    assert state.regions[-1].span.end == state.terms.total, "finished before everything was shipped"
+    assert (event.result.first_token >= 0) == state.terms.sample, "a first token exactly when one was asked for"
+    step = await_ack_if_announced(replace(state, result=event.result), now, rules)
+    return Step(step.state, Verdict.MOVE, step.effects)
+
+
+def await_ack_if_announced(state: Sending, now: float, rules: SessionRules) -> SourceStep:
+    result, terms = state.result, state.terms
+    if result is None or any(isinstance(region, Queued | Gathering) for region in state.regions):
+        return Step(state, Verdict.MOVE)
+    done = Done(
+        key=terms.key,
+        regions=len(state.regions),
+        total_tokens=terms.total,
+        first_token=result.first_token,
+        logprob=result.logprob,
+        prefill_s=result.prefill_s,
+        cached_tokens=result.cached_tokens,
+    )
+    after = AwaitingAck(terms, state.regions, done, now + rules.resend_after_s)
+    return Step(after, Verdict.MOVE, (to_peer(terms, done),))
+
+
+SendingT = TypeVar("SendingT", Sending, AwaitingAck)
+
+
+def announce(state: SendingT, event: RegionReady, now: float, rules: SessionRules) -> tuple[SendingT, SendFrame]:
+    region = state.regions[event.seq] if event.seq < len(state.regions) else None
+    if not isinstance(region, Gathering) or region.tag != event.tag:
+        raise impossible(state, event)
+    span, terms = region.span, state.terms
+    chunk = Chunk(
+        key=terms.key,
+        seq=event.seq,
+        tag=event.tag,
+        first_token=span.first_token,
+        tokens=span.tokens,
+        nbytes=event.nbytes,
+        digest=event.digest,
+        source_pages=span.pages if terms.lane in PULL_LANES else b"",
+    )
+    # An earlier region that waits for its Ack keeps its turn: steady progress of others must not put it off.
+    resend_at_s = state.resend_at_s if unacked(state) else now + rules.resend_after_s
+    regions = _with_region(state.regions, event.seq, Announced(span, chunk))
+    return replace(state, regions=regions, resend_at_s=resend_at_s), to_peer(terms, chunk)
+
+
+def with_acked(regions: Regions, ack: Ack) -> Regions | None:
+    """None when the Ack says nothing new: a duplicate, or about a region that has not been announced."""
+    region = regions[ack.seq] if ack.seq < len(regions) else None
+    return _with_region(regions, ack.seq, Acked(region.span)) if isinstance(region, Announced) else None
+
+
+def take_nack(state: SendingT, nack: Nack, now: float, rules: SessionRules) -> SourceStep:
+    region = state.regions[nack.seq] if nack.seq < len(state.regions) else None
+    match region:
+        case None | Queued() | Acked():
+            return stale(state)
+        case Gathering(_, tag):
+            return Step(state, Verdict.IGNORED_DUPLICATE if tag == nack.tag else Verdict.IGNORED_STALE)
+        case Announced(span, chunk):
+            if chunk.tag == nack.tag:
+                return Step(state, Verdict.IGNORED_DUPLICATE)
+            if chunk.tag != state.terms.tag_base + nack.seq:
+                reason = f"{state.terms.peer.worker} wants region {nack.seq} a third time"
+                return _fail(state, Failure(code=ErrorCode.TRANSFER_CORRUPT, reason=reason), now, rules, True)
+            after = replace(state, regions=_with_region(state.regions, nack.seq, Gathering(span, nack.tag)))
+            return Step(after, Verdict.MOVE, (_send_region(state.terms, nack.seq, nack.tag, span),))
+
+
+def unacked(state: Sending | AwaitingAck) -> tuple[SendFrame, ...]:
+    return tuple(to_peer(state.terms, r.chunk) for r in state.regions if isinstance(r, Announced))
+
+
+def announced_any(state: Sending) -> bool:
+    """Whether the peer has ever been shown a region. One that is gathered again counts."""
+    return any(
+        isinstance(region, Announced | Acked)
+        or (isinstance(region, Gathering) and region.tag != state.terms.tag_base + seq)
+        for seq, region in enumerate(state.regions)
+    )
+
+
+# --------------------------------------------------------------------------------------------- verbs of ending
+
+
+def give_up(
+    state: SourceAlive,
+    event: Commit | Cancel | AbortSource | SourceLaneFailed | DeadlinePassed | PeerSilent | PeerDead,
+    now: float,
+    rules: SessionRules,
+    *,
+    read_by_peer: bool,
+) -> SourceStep:
+    terms = state.terms
+    match event:
+        case Cancel():
+            return _cancelled(terms, event.failure)
+        case Commit():
+            reason = f"{terms.peer.worker} already has this request's KV"
+            return _cancelled(terms, Failure(code=ErrorCode.CANCELLED, reason=reason))
+        case PeerDead():
+            return _cancelled(terms, _lost_failure(terms.peer))
+        case AbortSource() | SourceLaneFailed():
+            return _fail(state, event.failure, now, rules, read_by_peer, asked=isinstance(event, AbortSource))
+        case DeadlinePassed():
+            failure = Failure(code=ErrorCode.DEADLINE_EXCEEDED, reason="the hand-off did not finish in time")
+            return _fail(state, failure, now, rules, read_by_peer)
+        case PeerSilent():
+            return _fail(state, _lost_failure(terms.peer), now, rules, read_by_peer)
+        case _:
+            assert_never(event)
+
+
+def _cancelled(terms: SourceTerms, failure: Failure) -> SourceStep:
+    return Step(Cancelling(terms, failure), Verdict.MOVE, (FenceSource(terms.key),))
+
+
+def _fail(
+    state: SourceAlive, failure: Failure, now: float, rules: SessionRules, read_by_peer: bool, *, asked: bool = False
+) -> SourceStep:
+    """Gives up: tells the peer at once, and the engine too where its pages must wait for the peer's proof."""
+    terms = state.terms
+    pulled = read_by_peer and terms.lane in PULL_LANES
+    after = Failing(terms, failure, pulled, now + rules.resend_after_s)
+    effects: tuple[SourceOutput, ...] = (FenceSource(terms.key), failed_frame(terms, failure))
+    if pulled and not asked:
+        effects = (*effects, EngineEvent(SourceStopping(terms.key, failure)))
+    return Step(after, Verdict.MOVE, effects)
+
+
+# ------------------------------------------------------------------------------------------------ small things
+
+
+def stale(state: SourceState) -> SourceStep:
+    return Step(state, Verdict.IGNORED_STALE)
+
+
+def _with_region(regions: Regions, seq: int, region: Region) -> Regions:
+    return (*regions[:seq], region, *regions[seq + 1 :])
+
+
+def _send_region(terms: SourceTerms, seq: int, tag: int, span: Span) -> SendRegion:
+    return SendRegion(terms.key, terms.peer, terms.lane, seq, tag, span.first_token, span.tokens, span.pages)
+
+
+def to_peer(terms: SourceTerms, body: HandoffBody) -> SendFrame:
+    return SendFrame(terms.peer.worker, terms.peer.epoch, body)
+
+
+def failed_frame(terms: SourceTerms, failure: Failure) -> SendFrame:
+    return to_peer(terms, Failed(key=terms.key, failure=failure))
+
+
+def _lost_failure(peer: Stamp) -> Failure:
+    return Failure(code=ErrorCode.NO_WORKER, reason=f"{peer.worker} (incarnation {peer.incarnation}) is gone")
