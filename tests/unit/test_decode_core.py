@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from core_rig import (
+    DECODE,
     EVERYONE,
     GATEWAY,
     GREEDY,
@@ -23,7 +24,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId
 from baton.common.kv.census import OwnerClass
 from baton.common.messages import CancelRequest, FinishAck, Output, SamplingParams, Submitted
-from baton.transfer.api import AbortSink, OpenSink, ShipRegion
+from baton.transfer.api import AbortSink, OfferReceived, OpenSink, ShipRegion
 
 
 def answer(prompt: np.ndarray, sampling: SamplingParams = GREEDY, context: int = 256) -> list[int]:
@@ -410,3 +411,32 @@ def test_ids_are_compared_exactly() -> None:
 def test_foreign_events_fail_loudly() -> None:
     with pytest.raises(TypeError):
         decode_engine().handle(ShipRegion(None, 0, 1, None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_all_landed_but_no_first_token(another: bool) -> None:
+    """The prefill worker died between the last region and Done: only the last position is computed again."""
+    rig = Rig()
+    rig.hold_offers = True
+    rig.submit("r", prompt_of(20))
+    (opened,) = [effect for effect in rig.log if isinstance(effect, OpenSink)]
+    source = prefill_engine()
+    source.handle(
+        OfferReceived(opened.key, DECODE, opened.request_id, opened.tokens, 0, True, opened.sampling, opened.deadline_s)
+    )
+    shipped = [effect for effect in source.step() or [] if isinstance(effect, ShipRegion)]
+    rig.decode.runner.buffer.as_bytes()[opened.pages] = source.runner.buffer.as_bytes()[shipped[0].pages]
+    rig.handoffs[opened.key].shipped = 20
+    rig.version += 1
+    if another:
+        rig.view(*EVERYONE[:2], member(PREFILL_2, "prefill"))
+    else:
+        rig.view(*EVERYONE[:2])
+    rig.lose_prefill()
+    if another:
+        assert [effect.start for effect in rig.log if isinstance(effect, OpenSink)] == [0, 16]
+        rig.lose_prefill()
+    while (effects := rig.decode.step()) is not None:
+        rig.run(effects)
+    assert rig.decode.batches[0].num_tokens == 1
+    assert rig.gateway.tokens["r"] == answer(prompt_of(20))

@@ -25,6 +25,8 @@ from baton.common.messages import (
     Offer,
     Refuse,
     SamplingParams,
+    decode_frame,
+    encode_frame,
     pack_tokens,
 )
 from baton.transfer.api import (
@@ -333,6 +335,22 @@ def test_retrying_a_cancel_ends_with_its_place_in_the_table() -> None:
         cancels += len(here.on_timer(now))
     assert now == pytest.approx(CONFIG.tombstone_ttl_s, abs=1.0)
     assert cancels == pytest.approx(CONFIG.tombstone_ttl_s / CONFIG.resend_after_s, abs=2)
+
+
+def test_a_long_reason_does_not_make_a_frame_that_the_peer_drops() -> None:
+    here, long = endpoint(), Failure(code=ErrorCode.INTERNAL, reason="why? " * 2000)
+    here.on_frame(frame(offer(1)), 0.0)
+    told = here.command(AbortSource(key(1), long), 0.0)
+    here.command(open_sink(2), 0.0)
+    here.on_data(SinkPrepared(key(2), "zmq", 2, 2), 0.0)
+    here.command(AbortSink(key(2), long), 0.0)
+    told += here.on_data(SinkFenced(key(2)), 0.0)
+    bodies_told = [effect.body for effect in told if isinstance(effect, SendFrame)]
+    assert [type(body) for body in bodies_told] == [Failed, Cancel]
+    for body in bodies_told:
+        assert decode_frame(encode_frame(frame(body))).body == body
+    [failed] = [effect.event for effect in told if isinstance(effect, EngineEvent)]
+    assert failed.failure == long  # type: ignore[union-attr]  # the engine here is told all of it
 
 
 # -------------------------------------------------------------------------------------------------------- liveness

@@ -52,6 +52,7 @@ from baton.transfer.session.step import (
     SessionRules,
     Step,
     Verdict,
+    for_the_wire,
     impossible,
 )
 
@@ -197,7 +198,7 @@ def to_peer(order: SinkOrder, body: HandoffBody) -> SendFrame:
 
 
 def cancel_frame(order: SinkOrder, failure: Failure) -> SendFrame:
-    return to_peer(order, Cancel(key=order.key, failure=failure))
+    return to_peer(order, Cancel(key=order.key, failure=for_the_wire(failure)))
 
 
 def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:

@@ -59,6 +59,7 @@ from baton.transfer.session.step import (
     SessionRules,
     Step,
     Verdict,
+    for_the_wire,
     impossible,
 )
 
@@ -245,7 +246,7 @@ def to_peer(terms: SourceTerms, body: HandoffBody) -> SendFrame:
 
 
 def failed_frame(terms: SourceTerms, failure: Failure) -> SendFrame:
-    return to_peer(terms, Failed(key=terms.key, failure=failure))
+    return to_peer(terms, Failed(key=terms.key, failure=for_the_wire(failure)))
 
 
 def _lost_failure(peer: Stamp) -> Failure:

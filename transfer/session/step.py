@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import msgspec
+
+from baton.common.messages import Failure
+
 StateT = TypeVar("StateT")
 EffectT = TypeVar("EffectT")
 
@@ -45,6 +49,17 @@ class SessionRules:
 
 def impossible(state: object, event: object) -> ImpossibleTransition:
     return ImpossibleTransition(f"{type(event).__name__} in {type(state).__name__}: {event!r} in {state!r}")
+
+
+MAX_REASON = 1000
+
+
+def for_the_wire(failure: Failure) -> Failure:
+    """`failure` with a reason that every receiver takes. A frame over the limits would be dropped over there, again and
+    again, and the peer would learn of this end by its deadline only."""
+    if len(failure.reason) <= MAX_REASON:
+        return failure
+    return msgspec.structs.replace(failure, reason=failure.reason[: MAX_REASON - 1] + "…")
 
 
 # --------------------------------------------------------------------------------------- clockwork and liveness
