@@ -7,8 +7,11 @@ a second) and the check that an architecture can run over paged KV. Never: fetch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from baton.common import env
 from baton.common.errors import ConfigError
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_DESCRIPTIONS = ("config.json", "generation_config.json")
 _CONVERSION = 1  # part of the cache key: raise it when a conversion writes something else than before
 
 
@@ -47,16 +51,33 @@ class ModelInfo:
 
 def load_tokenizer(spec: str, progress: Progress = silent) -> PreTrainedTokenizerBase:
     """The tokenizer, with its chat template when the model has one. Raises ConfigError."""
+    source = resolve_source(spec)
+    directory = _metadata_dir(source, progress)
+    if source.kind == "gguf":  # a tokenizer.json that we wrote: read without torch, which takes seconds to import
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory)
     from transformers import AutoTokenizer
 
-    source = resolve_source(spec)
-    return AutoTokenizer.from_pretrained(_metadata_dir(source, progress))
+    return AutoTokenizer.from_pretrained(directory)
 
 
 def model_info(spec: str, progress: Progress = silent) -> ModelInfo:
-    """Facts from the model's configuration. Raises ConfigError, also for an architecture that cannot run here."""
+    """Facts from the model's configuration, remembered in the cache folder: finding them out imports torch, which takes
+    seconds. Raises ConfigError, also for an architecture that cannot run here."""
     source = resolve_source(spec)
     directory = _metadata_dir(source, progress)
+    described = [directory / name for name in _DESCRIPTIONS if (directory / name).is_file()]
+    key = f"{source.name}-{'-'.join(file_digest(path) for path in described)}"
+
+    def build(folder: Path) -> None:
+        (folder / "info.json").write_bytes(msgspec.json.encode(_find_out(source, directory, progress)))
+
+    entry = cached(f"models/{key}-info-v{_CONVERSION}-transformers-{version('transformers')}", build, progress)
+    return msgspec.json.decode((entry / "info.json").read_bytes(), type=ModelInfo)
+
+
+def _find_out(source: ModelSource, directory: Path, progress: Progress) -> ModelInfo:
     config = load_config(source, progress)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelInfo(
