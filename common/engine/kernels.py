@@ -1,37 +1,33 @@
-"""The compiled attention kernel: built once per machine and source, called through ctypes.
+"""The compiled kernels (attention, float32 linear layers): built once per machine and source, called through ctypes.
 
-Owns: the build (into the cache folder, keyed by everything that decides the machine code) and the choice of a backend.
-A call releases the interpreter lock, so that the I/O thread runs while a step computes. Never: fails a start because a
-compiler is missing, unless the compiled backend was asked for by name.
+Owns: the build (into the cache folder, keyed by everything that decides the machine code) and the foreign signatures.
+A call releases the interpreter lock, so that the I/O thread runs while a step computes. Never: decides what
+happens without a compiler (`backends` does).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import platform
 import shutil
 import subprocess
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import xxhash
 
 from baton.common import env
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention, TorchPagedAttention
-from baton.common.errors import ConfigError
+from baton.common.engine.paged_attention import AttentionParams, AttentionPlan
 from baton.common.model.cache import Progress, cached, silent
-
-log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 # -ffast-math would break the -inf of masked scores; these two change no result.
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 BUILD_TIMEOUT_S = 300
-MAX_HEAD_DIM = 512
+LIBRARY = "baton_kernels.so"
 
 
 class _AttendArgs(ctypes.Structure):
@@ -57,17 +53,36 @@ class KernelBuildError(Exception):
     """The compiler is missing or refused; the message is for a person."""
 
 
+class LinearArgs(ctypes.Structure):
+    """`LinearArgs` in csrc/linear.cpp, field for field."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("rows", "inputs", "outputs")),
+        *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
+    ]
+
+
+class Kernels:
+    """The loaded library. `attend` and `linear` take a pointer to their arguments."""
+
+    def __init__(self, library: Path) -> None:
+        loaded = ctypes.CDLL(str(library))
+        for function, args in ((loaded.baton_attend, _AttendArgs), (loaded.baton_linear, LinearArgs)):
+            function.argtypes, function.restype = [ctypes.POINTER(args)], None
+        for size, args in ((loaded.baton_attend_args_bytes, _AttendArgs), (loaded.baton_linear_args_bytes, LinearArgs)):
+            size.restype = c_int64
+            assert size() == ctypes.sizeof(args), f"{args.__name__} differs in C++ and Python"
+        self.attend = loaded.baton_attend
+        self.linear = loaded.baton_linear
+
+
 class CompiledPagedAttention:
-    """The C++ kernel. Head sizes are multiples of 16 up to 512; pools are float32 or bfloat16."""
+    """The C++ kernel. Head sizes are multiples of 16; pools are float32 or bfloat16."""
 
     name = "compiled"
 
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-        self._attend = self._library.baton_attend
-        self._attend.argtypes, self._attend.restype = [ctypes.POINTER(_AttendArgs)], None
-        self._library.baton_args_bytes.restype = c_int64
-        assert self._library.baton_args_bytes() == ctypes.sizeof(_AttendArgs), "AttendArgs differs in C++ and Python"
+    def __init__(self, kernels: Kernels) -> None:
+        self._attend = kernels.attend
 
     def attend(
         self,
@@ -122,39 +137,19 @@ class CompiledPagedAttention:
         return out
 
 
-def choose_attention(
-    choice: Literal["auto", "compiled", "torch"], head_dim: int, progress: Progress = silent
-) -> PagedAttention:
-    """The backend for `choice`. "auto" prefers the compiled kernel and says once why it is not used. Raises ConfigError
-    when "compiled" was asked for and cannot be had."""
-    if choice == "torch":
-        return TorchPagedAttention()
-    try:
-        if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-            raise KernelBuildError(f"head size {head_dim} is not a multiple of 16 up to {MAX_HEAD_DIM}")
-        return load_compiled_attention(progress)
-    except KernelBuildError as error:
-        if choice == "compiled":
-            raise ConfigError("model.attention", choice, str(error), 'use "auto" or "torch"') from error
-        log.warning("paged attention runs on plain torch, several times slower: %s", error)
-        return TorchPagedAttention()
-
-
-def load_compiled_attention(progress: Progress = silent) -> CompiledPagedAttention:
-    """Builds the kernel if this machine has not done so yet. Raises KernelBuildError."""
+def load_kernels(progress: Progress = silent) -> Kernels:
+    """Builds the library if this machine has not done so yet. Raises KernelBuildError."""
     compiler = shutil.which(env.compiler())
     if compiler is None:
         raise KernelBuildError(f"there is no C++ compiler ({env.compiler()} is not on PATH)")
-    folder = cached(
-        f"kernels/attention-{_build_key(compiler)}", functools.partial(_build, compiler, progress), progress
-    )
-    return CompiledPagedAttention(folder / "paged_attention.so")
+    build = functools.partial(_build, compiler, progress)
+    return Kernels(cached(f"kernels/{_build_key(compiler)}", build, progress) / LIBRARY)
 
 
 def _build_key(compiler: str) -> str:
     """Of the sources, the flags, the compiler and, because of -march=native, the processor's abilities."""
     digest = xxhash.xxh3_64()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
         digest.update(source.read_bytes())
     digest.update(" ".join([compiler, *FLAGS, platform.machine()]).encode())
     cpu = Path("/proc/cpuinfo")
@@ -165,8 +160,9 @@ def _build_key(compiler: str) -> str:
 
 
 def _build(compiler: str, progress: Progress, folder: Path) -> None:
-    progress("compiling the attention kernel (once; about ten seconds)")
-    command = [compiler, *FLAGS, str(SOURCES / "paged_attention.cpp"), "-o", str(folder / "paged_attention.so")]
+    progress("compiling the kernels (once; about ten seconds)")
+    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
+    command = [compiler, *FLAGS, *sources, "-o", str(folder / LIBRARY)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import Batch, BatchRow, KvBuffer, StepResult, Ticket, pack_batch
-from baton.common.engine.kernels import choose_attention
+from baton.common.engine.linears import pack_linears
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
 from baton.common.engine.sampling import sample
 from baton.common.errors import ConfigError
@@ -25,7 +26,6 @@ from baton.common.kv.torch_buffer import TorchKvBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
 from baton.common.model.loading import Dtype, ModelInfo, load_model, model_info
-from baton.common.model.packed_linear import pack_linears
 from baton.common.model.spec import FIELD
 
 if TYPE_CHECKING:
@@ -65,14 +65,15 @@ class TorchRunner:
         dtype: Dtype,
         num_pages: int,
         page_size: int,
-        attention: Literal["auto", "compiled", "torch"] = "auto",
+        attention: AttentionChoice = "auto",
         threads: int | None = None,
         progress: Progress = silent,
     ) -> None:
         """`num_pages` counts the null page. Prefer `TorchRunner.load`."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self.attention = choose_attention(attention, info.head_dim, progress)
+        backends = choose_backends(attention, info.head_dim, progress)
+        self.attention = backends.attention
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
@@ -89,7 +90,7 @@ class TorchRunner:
         self._model = model
         _register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
-        pack_linears(model)
+        pack_linears(model, backends.kernels)
         self._check_layers()
 
     @classmethod
@@ -100,7 +101,7 @@ class TorchRunner:
         dtype: Dtype,
         num_pages: int,
         page_size: int,
-        attention: Literal["auto", "compiled", "torch"] = "auto",
+        attention: AttentionChoice = "auto",
         threads: int | None = None,
         progress: Progress = silent,
     ) -> TorchRunner:

@@ -1,9 +1,9 @@
 // Attention over paged KV for packed ragged batches. Called through ctypes with plain pointers: no torch headers, so it
 // builds in seconds, and it runs on torch's own OpenMP threads.
 //
-// Rows of one query token (decode) stream K and V of the row's pages once, split into fixed spans of keys; longer rows
-// (prefill) go block by block, K transposed into the cache. What is computed for a query depends on its own row alone:
-// spans and blocks lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number
+// Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values are
+// small products over the (query, head of the group) pairs. What is computed for a query depends on its own row alone:
+// blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number
 // of threads changes a bit of its result.
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "product.h"
 
 using namespace baton;
 
 namespace {
 
-constexpr int64_t kKeyBlock = 64;  // keys per block of the prefill path
-constexpr int64_t kQueryRows = 144;  // (query, head of the group) pairs per work item of the prefill path, at most
-constexpr int64_t kDecodeSpan = 512;  // keys per work item of the decode path
+constexpr int64_t kKeyBlock = 64;  // keys per block
+constexpr int64_t kSpan = 512;  // keys whose softmax is summed apart and joined to the spans before it
+constexpr int64_t kQueryRows = 144;  // (query, head of the group) pairs per work item, at most
 constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds below which waking threads costs more than it brings
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
@@ -45,8 +45,8 @@ struct AttendArgs {
 
 namespace {
 
-// One unit of work: queries [q_begin, q_end) of a row (positions in the sequence) and one kv head. For decode rows,
-// keys [key_begin, key_end) and the place of the partial result, or -1 when the row is one span.
+// One unit of work: queries [q_begin, q_end) of a row (positions in the sequence), one kv head, and keys [key_begin,
+// key_end) from a block boundary on. `partial` is where the result of one span goes, -1 when it is the whole.
 struct Item {
     int32_t row;
     int32_t kv_head;
@@ -54,68 +54,6 @@ struct Item {
     int64_t key_begin, key_end;
     int64_t partial;
 };
-
-// C[R][V * 16] += A[R][depth] times the rows that `b` points to, from column `col` on.
-template <int R, int V, class T>
-void product_tile(const float* a, int64_t a_stride, const T* const* b, int64_t col, int64_t depth, float* c,
-                  int64_t c_stride) {
-    f32x16 sum[R][V];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] = load16(c + r * c_stride + v * 16);
-    for (int64_t k = 0; k < depth; ++k) {
-        f32x16 row[V];
-        for (int v = 0; v < V; ++v) row[v] = load16(b[k] + col + v * 16);
-        for (int r = 0; r < R; ++r) {
-            const f32x16 factor = splat16(a[r * a_stride + k]);
-            for (int v = 0; v < V; ++v) sum[r][v] += factor * row[v];
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store16(c + r * c_stride + v * 16, sum[r][v]);
-}
-
-template <int V, class T>
-void product_columns(const float* a, int64_t a_stride, const T* const* b, int64_t col, int64_t rows, int64_t depth,
-                     float* c, int64_t c_stride) {
-    int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) product_tile<6, V>(a + r * a_stride, a_stride, b, col, depth, c + r * c_stride, c_stride);
-    a += r * a_stride;
-    c += r * c_stride;
-    switch (rows - r) {
-        case 1: product_tile<1, V>(a, a_stride, b, col, depth, c, c_stride); break;
-        case 2: product_tile<2, V>(a, a_stride, b, col, depth, c, c_stride); break;
-        case 3: product_tile<3, V>(a, a_stride, b, col, depth, c, c_stride); break;
-        case 4: product_tile<4, V>(a, a_stride, b, col, depth, c, c_stride); break;
-        case 5: product_tile<5, V>(a, a_stride, b, col, depth, c, c_stride); break;
-        default: break;
-    }
-}
-
-// C[rows][columns] += A[rows][depth] B[depth][columns]; `b` points to B's rows; columns is a multiple of 16.
-template <class T>
-void product(const float* a, int64_t a_stride, const T* const* b, int64_t rows, int64_t depth, int64_t columns, float* c,
-             int64_t c_stride) {
-    int64_t col = 0;
-    for (; col + 64 <= columns; col += 64) product_columns<4>(a, a_stride, b, col, rows, depth, c + col, c_stride);
-    if (col + 32 <= columns) {
-        product_columns<2>(a, a_stride, b, col, rows, depth, c + col, c_stride);
-        col += 32;
-    }
-    if (col < columns) product_columns<1>(a, a_stride, b, col, rows, depth, c + col, c_stride);
-}
-
-// Scores of G heads of a group against each key.
-template <int G, class T>
-void dot_keys(const float* query, int64_t dim, const T* const* keys, int64_t count, float* scores, int64_t stride) {
-    for (int64_t j = 0; j < count; ++j) {
-        f32x16 sum[G] = {};
-        for (int64_t d = 0; d < dim; d += 16) {
-            const f32x16 key = load16(keys[j] + d);
-            for (int g = 0; g < G; ++g) sum[g] += load16(query + g * dim + d) * key;
-        }
-        for (int g = 0; g < G; ++g) scores[g * stride + j] = sum_of(sum[g]);
-    }
-}
 
 // exp(score - maximum) in place; returns the sum. `padded` is a multiple of 16.
 float exponentiate(float* scores, int64_t padded, float maximum) {
@@ -156,7 +94,7 @@ class Attention {
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < a_.num_tokens; ++token) write_token(token);
             for (int64_t i = next_item++; i < items; i = next_item++)
-                is_decode(items_[i].row) ? decode(items_[i]) : prefill(items_[i]);
+                attend(items_[i]);
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < merges; ++i) merge(merges_[i]);
@@ -169,8 +107,6 @@ class Attention {
         int64_t first, count;  // partial results
     };
 
-    bool is_decode(int32_t row) const { return a_.q_offsets[row + 1] - a_.q_offsets[row] == 1; }
-
     int64_t first_visible(int64_t position) const {
         return a_.window ? std::max<int64_t>(0, position - a_.window + 1) : 0;
     }
@@ -181,24 +117,28 @@ class Attention {
             const int64_t end = a_.kv_lens[row], begin = end - (a_.q_offsets[row + 1] - a_.q_offsets[row]);
             work_ += (end - begin) * (end - first_visible(begin)) * a_.q_heads * dim_;
             for (int32_t head = 0; head < a_.kv_heads; ++head) {
-                if (is_decode(row)) {
-                    plan_decode(row, head, end);
+                if (end - begin == 1) {
+                    plan_spans(row, head, end);
                     continue;
                 }
-                for (int64_t q_end = end; q_end > begin; q_end -= block)  // from the end: the costly blocks come first
-                    items_.push_back({row, head, std::max(begin, q_end - block), q_end, 0, 0, -1});
+                for (int64_t q_end = end; q_end > begin; q_end -= block) {  // from the end: the costly ones come first
+                    const int64_t q_begin = std::max(begin, q_end - block);
+                    items_.push_back({row, head, q_begin, q_end, first_block(q_begin), q_end, -1});
+                }
             }
         }
     }
 
-    void plan_decode(int32_t row, int32_t head, int64_t end) {
-        const int64_t begin = first_visible(end - 1);
-        const int64_t first = begin / kDecodeSpan, last = (end - 1) / kDecodeSpan;
+    // A row of one query has too little work for the threads unless its spans of keys are shared out.
+    void plan_spans(int32_t row, int32_t head, int64_t end) {
+        const int64_t begin = first_block(end - 1), first = begin / kSpan, last = (end - 1) / kSpan;
         if (first < last) merges_.push_back({row, head, num_partials_, last - first + 1});
         for (int64_t span = first; span <= last; ++span)
-            items_.push_back({row, head, end - 1, end, std::max(begin, span * kDecodeSpan),
-                              std::min(end, (span + 1) * kDecodeSpan), first < last ? num_partials_++ : -1});
+            items_.push_back({row, head, end - 1, end, std::max(begin, span * kSpan), std::min(end, (span + 1) * kSpan),
+                              first < last ? num_partials_++ : -1});
     }
+
+    int64_t first_block(int64_t position) const { return first_visible(position) / kKeyBlock * kKeyBlock; }
 
     T* place_in_pool(int64_t page, int64_t kind, int64_t head, int64_t offset) const {
         const int64_t plane = (page * a_.num_layers + a_.layer) * 2 + kind;
@@ -252,8 +192,9 @@ class Attention {
     }
 
     // Divides by the sum and stores one head of one token. A sink takes its share of the sum and gives no value.
-    void finish(int32_t row, int64_t position, int64_t q_head, float maximum, float sum, const float* values) const {
-        float factor = 1;
+    void finish(int32_t row, int64_t position, int64_t q_head, const float* stats, const float* values) const {
+        const float maximum = stats[0];
+        float sum = stats[1], factor = 1;
         if (a_.sinks) {
             const float top = std::max(maximum, a_.sinks[q_head]);
             factor = std::exp(maximum - top);
@@ -264,90 +205,102 @@ class Attention {
         for (int64_t d = 0; d < dim_; d += 16) store16(to + d, load16(values + d) * factor);
     }
 
-    void decode(const Item& item) const {
-        const int64_t keys = item.key_end - item.key_begin, padded = (keys + 15) / 16 * 16;
-        float* query = at_least(floats, group_ * (2 * dim_ + padded + 2));
-        float *values = query + group_ * dim_, *scores = values + group_ * dim_, *stats = scores + group_ * padded;
-        const T** rows = at_least(pointers<T>, keys);
-        load_query(item.row, item.q_begin, item.kv_head, query);
-        locate(item.row, 0, item.kv_head, item.key_begin, item.key_end, rows);
-        std::fill_n(scores, group_ * padded, 0.0f);
-        for (int64_t g = 0; g < group_; g += 4) {
-            const float* q = query + g * dim_;
-            switch (std::min<int64_t>(4, group_ - g)) {
-                case 1: dot_keys<1>(q, dim_, rows, keys, scores + g * padded, padded); break;
-                case 2: dot_keys<2>(q, dim_, rows, keys, scores + g * padded, padded); break;
-                case 3: dot_keys<3>(q, dim_, rows, keys, scores + g * padded, padded); break;
-                default: dot_keys<4>(q, dim_, rows, keys, scores + g * padded, padded); break;
-            }
+    // Memory of one work item: for each (query, head of the group) the scaled query, its scores against one block, and
+    // what is summed so far, of this span and of all spans before it.
+    struct Work {
+        float *query, *scores, *keys_t, *value_block;
+        float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
+    };
+
+    Work work_memory(int64_t rows) const {
+        Work work;
+        work.query = at_least(floats, rows * (3 * dim_ + kKeyBlock + 4) + 2 * kKeyBlock * dim_);
+        work.scores = work.query + rows * dim_;
+        work.keys_t = work.scores + rows * kKeyBlock;
+        work.value_block = work.keys_t + kKeyBlock * dim_;
+        work.span_values = work.value_block + kKeyBlock * dim_;
+        work.values = work.span_values + rows * dim_;
+        work.span_stats = work.values + rows * dim_;
+        work.stats = work.span_stats + 2 * rows;
+        return work;
+    }
+
+    // All queries of an item against its spans of keys, one after the other.
+    void attend(const Item& item) const {
+        const int64_t rows = (item.q_end - item.q_begin) * group_;
+        const Work work = work_memory(rows);
+        for (int64_t q = item.q_begin; q < item.q_end; ++q)
+            load_query(item.row, q, item.kv_head, work.query + (q - item.q_begin) * group_ * dim_);
+        clear(work.stats, work.values, rows);
+        for (int64_t key = item.key_begin; key < item.key_end;) {
+            const int64_t stop = std::min(item.key_end, (key / kSpan + 1) * kSpan);
+            attend_span(item, work, key, stop);
+            for (int64_t r = 0; r < rows; ++r)
+                join(work.stats + 2 * r, work.values + r * dim_, work.span_stats + 2 * r, work.span_values + r * dim_);
+            key = stop;
         }
-        for (int64_t g = 0; g < group_; ++g) {
-            stats[2 * g] = mask(scores + g * padded, 0, keys, padded);
-            stats[2 * g + 1] = exponentiate(scores + g * padded, padded, stats[2 * g]);
-        }
-        locate(item.row, 1, item.kv_head, item.key_begin, item.key_end, rows);
-        std::fill_n(values, group_ * dim_, 0.0f);
-        product(scores, padded, rows, group_, keys, dim_, values, dim_);
-        for (int64_t g = 0; g < group_; ++g) {
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t g = r % group_;
             if (item.partial < 0) {
-                finish(item.row, item.q_begin, item.kv_head * group_ + g, stats[2 * g], stats[2 * g + 1],
-                       values + g * dim_);
+                finish(item.row, item.q_begin + r / group_, item.kv_head * group_ + g, work.stats + 2 * r,
+                       work.values + r * dim_);
                 continue;
             }
             float* partial = partials_ + (item.partial * group_ + g) * (dim_ + 2);
-            std::copy_n(stats + 2 * g, 2, partial);
-            std::copy_n(values + g * dim_, dim_, partial + 2);
+            std::copy_n(work.span_stats + 2 * r, 2, partial);
+            std::copy_n(work.span_values + r * dim_, dim_, partial + 2);
         }
     }
 
-    // Joins the spans of a decode row, first to last.
-    void merge(const Merge& merge) const {
-        float* values = at_least(floats, dim_);
-        for (int64_t g = 0; g < group_; ++g) {
-            const float* first = partials_ + (merge.first * group_ + g) * (dim_ + 2);
-            const int64_t step = group_ * (dim_ + 2);
-            float maximum = first[0], sum = 0;
-            for (int64_t i = 1; i < merge.count; ++i) maximum = std::max(maximum, first[i * step]);
-            std::fill_n(values, dim_, 0.0f);
-            for (int64_t i = 0; i < merge.count; ++i) {
-                const float* partial = first + i * step;
-                const float factor = std::exp(partial[0] - maximum);
-                sum += factor * partial[1];
-                for (int64_t d = 0; d < dim_; ++d) values[d] += factor * partial[2 + d];
-            }
-            finish(merge.row, a_.kv_lens[merge.row] - 1, merge.kv_head * group_ + g, maximum, sum, values);
-        }
-    }
-
-    void prefill(const Item& item) const {
-        const int64_t rows = (item.q_end - item.q_begin) * group_;
-        float* query = at_least(floats, rows * (2 * dim_ + kKeyBlock + 2) + 2 * kKeyBlock * dim_);
-        float *values = query + rows * dim_, *scores = values + rows * dim_, *stats = scores + rows * kKeyBlock;
-        float *keys_t = stats + 2 * rows, *value_block = keys_t + kKeyBlock * dim_;
-        for (int64_t q = item.q_begin; q < item.q_end; ++q)
-            load_query(item.row, q, item.kv_head, query + (q - item.q_begin) * group_ * dim_);
+    void clear(float* stats, float* values, int64_t rows) const {
         std::fill_n(values, rows * dim_, 0.0f);
         for (int64_t r = 0; r < rows; ++r) stats[2 * r] = kNegInf, stats[2 * r + 1] = 0;
-        const int64_t begin = first_visible(item.q_begin) / kKeyBlock * kKeyBlock;
-        for (int64_t block = begin; block < item.q_end; block += kKeyBlock) {
-            const int64_t count = std::min(kKeyBlock, item.q_end - block);
-            const float* const* value_rows = load_block(item, block, count, keys_t, value_block);
+    }
+
+    // Keys [begin, end) of one span, block by block, into span_stats and span_values.
+    void attend_span(const Item& item, const Work& work, int64_t begin, int64_t end) const {
+        clear(work.span_stats, work.span_values, (item.q_end - item.q_begin) * group_);
+        for (int64_t block = begin; block < end; block += kKeyBlock) {
+            const int64_t count = std::min(kKeyBlock, end - block);
+            const float* const* value_rows = load_block(item, block, count, work.keys_t, work.value_block);
             // The queries that see anything of this block follow one another.
             int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
             while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
             const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
-            std::fill_n(scores, active * kKeyBlock, 0.0f);
-            product(query + skip * dim_, dim_, key_rows(keys_t), active, dim_, kKeyBlock, scores, kKeyBlock);
+            std::fill_n(work.scores, active * kKeyBlock, 0.0f);
+            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, kKeyBlock, work.scores, kKeyBlock);
             for (int64_t r = 0; r < active; ++r) {
                 const int64_t q = q_first + r / group_;
-                weigh(scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
-                      std::min(count, q + 1 - block), stats + 2 * (skip + r), values + (skip + r) * dim_);
+                weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
+                      std::min(count, q + 1 - block), work.span_stats + 2 * (skip + r),
+                      work.span_values + (skip + r) * dim_);
             }
-            product(scores, kKeyBlock, value_rows, active, count, dim_, values + skip * dim_, dim_);
+            product(work.scores, kKeyBlock, value_rows, active, count, dim_, work.span_values + skip * dim_, dim_);
         }
-        for (int64_t r = 0; r < rows; ++r)
-            finish(item.row, item.q_begin + r / group_, item.kv_head * group_ + r % group_, stats[2 * r],
-                   stats[2 * r + 1], values + r * dim_);
+    }
+
+    // Adds a span to what came before it. A span in which nothing is visible changes nothing.
+    void join(float* stats, float* values, const float* span_stats, const float* span_values) const {
+        if (span_stats[1] == 0) return;
+        const float maximum = std::max(stats[0], span_stats[0]);
+        const float before = std::exp(stats[0] - maximum), now = std::exp(span_stats[0] - maximum);
+        stats[0] = maximum;
+        stats[1] = stats[1] * before + span_stats[1] * now;
+        for (int64_t d = 0; d < dim_; d += 16)
+            store16(values + d, load16(values + d) * before + load16(span_values + d) * now);
+    }
+
+    // Joins the spans of a decode row, first to last, as `attend` does for the rows that it walks alone.
+    void merge(const Merge& merge) const {
+        float *stats = at_least(floats, dim_ + 2), *values = stats + 2;
+        for (int64_t g = 0; g < group_; ++g) {
+            clear(stats, values, 1);
+            for (int64_t i = 0; i < merge.count; ++i) {
+                const float* partial = partials_ + ((merge.first + i) * group_ + g) * (dim_ + 2);
+                join(stats, values, partial, partial + 2);
+            }
+            finish(merge.row, a_.kv_lens[merge.row] - 1, merge.kv_head * group_ + g, stats, values);
+        }
     }
 
     // Turns a row's scores of one block into weights, relative to the maximum so far; what was summed before is rescaled.
@@ -417,4 +370,4 @@ extern "C" void baton_attend(const AttendArgs* args) {
         Attention<float>(*args).run();
 }
 
-extern "C" int64_t baton_args_bytes() { return sizeof(AttendArgs); }
+extern "C" int64_t baton_attend_args_bytes() { return sizeof(AttendArgs); }

@@ -44,7 +44,8 @@ inline void store16(bf16* to, f32x16 value) {
     std::memcpy(to, &half, sizeof half);
 }
 
-inline f32x16 splat16(float value) { return f32x16{} + value; }
+// Written out: adding to zero would cost an addition per use, and a broadcast from memory costs nothing.
+inline f32x16 splat16(float v) { return f32x16{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 

@@ -1,0 +1,41 @@
+"""Decides what computes a step on this machine: compiled kernels, or plain torch and a word about why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, Kernels, load_kernels
+from baton.common.engine.paged_attention import PagedAttention, TorchPagedAttention
+from baton.common.errors import ConfigError
+from baton.common.model.cache import Progress, silent
+
+log = logging.getLogger(__name__)
+
+AttentionChoice = Literal["auto", "compiled", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """`kernels` is None where linear layers have to do without ours."""
+
+    attention: PagedAttention
+    kernels: Kernels | None
+
+
+def choose_backends(choice: AttentionChoice, head_dim: int, progress: Progress = silent) -> Backends:
+    """ "auto" prefers the compiled kernels and logs why they are not used. Raises ConfigError when "compiled" was asked
+    for and cannot be had."""
+    if choice == "torch":
+        return Backends(TorchPagedAttention(), None)
+    try:
+        kernels = load_kernels(progress)
+        if head_dim % 16:
+            raise KernelBuildError(f"head size {head_dim} is not a multiple of 16")
+    except KernelBuildError as error:
+        if choice == "compiled":
+            raise ConfigError("model.attention", choice, str(error), 'use "auto" or "torch"') from error
+        log.warning("paged attention runs on plain torch, several times slower: %s", error)
+        return Backends(TorchPagedAttention(), None)
+    return Backends(CompiledPagedAttention(kernels), kernels)

@@ -1,0 +1,79 @@
+// y = x W^T + b in float32, the weight repacked in panels of 64 outputs: [outputs / 64][inputs][64], the last one padded
+// with zeros. Small batches stream the weight once, at the speed of memory; large ones keep a panel in the cache. Every
+// output is one chain of multiply-adds over the inputs, so a row's result does not depend, to the bit, on its batch.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "product.h"
+
+using namespace baton;
+
+// Mirrored by `_LinearArgs` in kernels.py.
+struct LinearArgs {
+    int64_t rows, inputs, outputs;
+    const float* x;  // [rows][inputs], dense
+    const float* packed;
+    const float* bias;  // [outputs] or null
+    float* y;  // [rows][outputs], dense
+};
+
+namespace {
+
+constexpr int64_t kPanel = 64;
+constexpr int64_t kRowBlock = 96;  // rows per work item: what a panel in the second-level cache is used for
+constexpr int64_t kSerialWork = 1 << 15;  // weights below which waking threads costs more than it brings
+
+thread_local std::vector<float> block;
+
+template <int R>
+void panel_rows(const float* x, int64_t inputs, const float* panel, float* y) {
+    f32x16 sum[R][4];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 4; ++v) sum[r][v] = load16(y + r * kPanel + v * 16);
+    for (int64_t k = 0; k < inputs; ++k, panel += kPanel) {
+        f32x16 weight[4];
+        for (int v = 0; v < 4; ++v) weight[v] = load16(panel + v * 16);
+        for (int r = 0; r < R; ++r) {
+            const f32x16 factor = splat16(x[r * inputs + k]);
+            for (int v = 0; v < 4; ++v) sum[r][v] += factor * weight[v];
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 4; ++v) store16(y + r * kPanel + v * 16, sum[r][v]);
+}
+
+void panel_block(const float* x, int64_t rows, int64_t inputs, const float* panel, float* y) {
+    for (; rows >= 6; rows -= 6, x += 6 * inputs, y += 6 * kPanel) panel_rows<6>(x, inputs, panel, y);
+    switch (rows) {
+        case 1: panel_rows<1>(x, inputs, panel, y); break;
+        case 2: panel_rows<2>(x, inputs, panel, y); break;
+        case 3: panel_rows<3>(x, inputs, panel, y); break;
+        case 4: panel_rows<4>(x, inputs, panel, y); break;
+        case 5: panel_rows<5>(x, inputs, panel, y); break;
+        default: break;
+    }
+}
+
+}  // namespace
+
+extern "C" void baton_linear(const LinearArgs* args) {
+    const LinearArgs& a = *args;
+    const int64_t panels = (a.outputs + kPanel - 1) / kPanel, blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+    std::atomic<int64_t> next{0};
+#pragma omp parallel if (a.inputs * a.outputs >= kSerialWork)
+    for (int64_t i = next++; i < panels * blocks; i = next++) {
+        const int64_t column = i / blocks * kPanel, width = std::min(kPanel, a.outputs - column);
+        const int64_t row = i % blocks * kRowBlock, rows = std::min(kRowBlock, a.rows - row);
+        block.assign(rows * kPanel, 0.0f);
+        if (a.bias)
+            for (int64_t r = 0; r < rows; ++r) std::copy_n(a.bias + column, width, block.data() + r * kPanel);
+        panel_block(a.x + row * a.inputs, rows, a.inputs, a.packed + column * a.inputs, block.data());
+        for (int64_t r = 0; r < rows; ++r)
+            std::copy_n(block.data() + r * kPanel, width, a.y + (row + r) * a.outputs + column);
+    }
+}
+
+extern "C" int64_t baton_linear_args_bytes() { return sizeof(LinearArgs); }

@@ -1,0 +1,103 @@
+"""Linear layers with weights repacked once, for products that read them in one stream.
+
+Plain `nn.Linear` walks its weight badly for small batches, which costs most of what `transformers` loses there. Float32
+uses our kernel: as fast as the vendor's, and each row's result is independent of its batch to the bit, so an answer
+continued on another worker is the same answer. Bfloat16 uses oneDNN's packed product (matrix units for every batch
+size), where the last bit of a row may depend on how many rows it is computed with.
+Owns: the replacement of a model's linear layers. Never: keeps a second copy of a weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import nn
+
+from baton.common.engine.kernels import Kernels, LinearArgs
+
+PANEL = 64  # kPanel in csrc/linear.cpp
+_ALIGN_FLOATS = 64
+
+
+class CompiledLinear(nn.Module):
+    """`y = x W^T + b` in float32. Used by one thread at a time (the arguments are kept between calls)."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels, memory: torch.Tensor) -> None:
+        """Packs the weight into `memory`, float32 [packed_floats(linear)]."""
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        panels = memory.view(-1, linear.in_features, PANEL)
+        whole = linear.out_features // PANEL
+        weight = linear.weight.detach()
+        panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, -1).transpose(1, 2)
+        if whole < len(panels):
+            rest = linear.out_features - whole * PANEL
+            panels[whole, :, :rest] = weight[whole * PANEL :].t()
+            panels[whole, :, rest:] = 0
+        self._packed = memory
+        self._linear = kernels.linear
+        self._args = LinearArgs(
+            inputs=linear.in_features,
+            outputs=linear.out_features,
+            packed=memory.data_ptr(),
+            bias=None if linear.bias is None else linear.bias.data_ptr(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+        args = self._args
+        args.rows, args.x, args.y = x.numel() // self.in_features, x.data_ptr(), y.data_ptr()
+        self._linear(ctypes.byref(args))
+        return y
+
+
+class OneDnnLinear(nn.Module):
+    """`y = x W^T + b` with the weight in oneDNN's blocked order."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
+    """Replaces every plain linear layer of `model`. Without `kernels` float32 goes to oneDNN too; where that is missing
+    as well, layers stay as they are."""
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in list(parent.named_children())
+        if type(child) is nn.Linear
+    ]
+    compiled = [child for _, _, child in found if kernels is not None and child.weight.dtype == torch.float32]
+    arena = _huge_floats(sum(packed_floats(child) for child in compiled)) if compiled else torch.empty(0)
+    for parent, name, child in found:
+        if kernels is not None and child.weight.dtype == torch.float32:
+            size = packed_floats(child)
+            setattr(parent, name, CompiledLinear(child, kernels, arena[:size]))
+            arena = arena[size:]
+        elif torch._C._has_mkldnn:
+            setattr(parent, name, OneDnnLinear(child))
+
+
+def packed_floats(linear: nn.Linear) -> int:
+    """Floats of a packed weight: outputs rounded up to whole panels."""
+    return -(-linear.out_features // PANEL) * PANEL * linear.in_features
+
+
+def _huge_floats(count: int) -> torch.Tensor:
+    """One allocation for all weights, in huge pages where the system gives them: streaming through it then is not
+    slowed down by address translation."""
+    memory = mmap.mmap(-1, 4 * count)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32)
