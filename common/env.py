@@ -69,13 +69,11 @@ def tune_ucx(interface: str) -> None:
     `UCX_NET_DEVICES`: the cluster interface ("" leaves it to UCX; name RDMA devices here yourself).
     `UCX_CMA_MEMORY_INVALIDATE=y`: else the error handling that notices a dead peer rules out shared memory.
     `UCX_TCP_TX_SEG_SIZE`, `UCX_TCP_RX_SEG_SIZE`: 512K is three times as fast as the default.
-    `UCX_KEEPALIVE_INTERVAL=1s`: how soon a dead peer is noticed on an idle connection.
     `UCX_WARN_UNUSED_ENV_VARS=n`: the settings above are not all known to every build."""
     wanted = {
         "UCX_CMA_MEMORY_INVALIDATE": "y",
         "UCX_TCP_TX_SEG_SIZE": "512K",
         "UCX_TCP_RX_SEG_SIZE": "512K",
-        "UCX_KEEPALIVE_INTERVAL": "1s",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
     }
     if interface:

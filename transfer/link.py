@@ -14,7 +14,7 @@ from enum import StrEnum
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import LaneAddress
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 15.0
 """An opening link that has not been proven by then is given up, and tried again later."""
 PATIENCE_S = 1.5
 """So long a hand-off waits for a better lane that is still connecting."""

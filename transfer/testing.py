@@ -12,17 +12,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from baton.common.config import TransferConfig
-from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
-from baton.common.messages import Chunk, Failure, Member, pack_tokens
+from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.data_plane import DataPlane
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.session.effects import (
@@ -39,6 +38,7 @@ from baton.transfer.session.effects import (
     SendRegion,
     SinkFenced,
     SinkLaneFailed,
+    SinkNotPrepared,
     SinkPrepared,
     SourceFenced,
 )
@@ -198,6 +198,15 @@ class RemoteEnd:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(WAIT_S)
+
+    def stop(self) -> None:
+        """SIGSTOP: alive, and silent."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
         if self._process.is_alive():
@@ -580,6 +589,32 @@ class TransportContract:
             sink.close()
             source.close()
 
+    def test_a_stopped_source_keeps_no_slot_and_its_late_bytes_land_nowhere(self) -> None:
+        if not self.remote:
+            return
+        sink, source = self.make_remote_pair()
+        try:
+            ids = np.arange(1, 9, dtype=np.int32)
+            hand_off = HandOff(sink, source, ids, ids + 20)
+            hand_off.prepare()
+            hand_off.send(0, slice(0, 4))
+            ready = hand_off.ready(0)
+            source.stop()
+            if self.lane != "local":
+                hand_off.land(hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest))
+                pump([sink], lambda: False, wait_s=0.1)
+            hand_off.fence()
+            assert pump([sink], lambda: sink.slots()[0] == (8, 0, 0)), "a slot is stuck"
+            source.resume()
+            pump([sink, source], lambda: False, wait_s=0.2)
+            assert not sink.pool.any(), "late bytes reached a page"
+            second = self._until_prepared(sink, source, ids, ids + 30)  # its silence is not held against it for ever
+            second.move(0, slice(0, 4))
+            assert pump([sink, source], lambda: second.landed() == {0})
+        finally:
+            sink.close()
+            source.close()
+
     # ------------------------------------------------------------------------------------------ helpers
 
     def _hand_off(self, sink: End, source: SourceEnd, rng: np.random.Generator, pages: int) -> HandOff:
@@ -587,6 +622,20 @@ class TransportContract:
             return rng.permutation(np.arange(1, 64, dtype=np.int32))[:pages]
 
         return HandOff(sink, source, some(), some())
+
+    def _until_prepared(self, sink: End, source: SourceEnd, theirs: PageIds, ours: PageIds) -> HandOff:
+        """Attempt after attempt, as a decode worker makes them, until there is a lane again."""
+        attempts = [HandOff(sink, source, theirs, ours)]
+        attempts[-1].ask_to_prepare()
+
+        def prepared() -> bool:
+            if attempts[-1].of(SinkNotPrepared):
+                attempts.append(HandOff(sink, source, theirs, ours))
+                attempts[-1].ask_to_prepare()
+            return attempts[-1].prepared_now() is not None
+
+        assert pump([sink, source], prepared), "the lane did not come back"
+        return attempts[-1]
 
     def _check_pages(self, hand_off: HandOff) -> None:
         assert isinstance(hand_off.source, End)
@@ -610,11 +659,3 @@ def replace_chunk(chunk: Chunk, **changes: int) -> Chunk:
     """`chunk` with other numbers."""
     fields = {name: getattr(chunk, name) for name in chunk.__struct_fields__}
     return Chunk(**{**fields, **changes})
-
-
-def a_failure(reason: str = "test") -> Failure:
-    return Failure(code=ErrorCode.CANCELLED, reason=reason)
-
-
-def spec_with(spec: EndSpec, **changes: object) -> EndSpec:
-    return replace(spec, **changes)  # type: ignore[arg-type]

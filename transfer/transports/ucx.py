@@ -74,7 +74,9 @@ class _Endpoint(Protocol):
 
 
 class _Worker(Protocol):
-    def cancel_inflight_requests(self) -> int: ...
+    def stop_request_notifier_thread(self) -> None: ...
+
+    def stop_progress_thread(self) -> None: ...
 
 
 class _WorkerAddress(Protocol):
@@ -100,6 +102,7 @@ class _Ucxx:
         from ucxx.core import ApplicationContext
 
         self.error = cast(type[Exception], native.UCXError)
+        self.closed = cast(type[Exception], native.UCXCloseError)
         self.tag = cast(Callable[[int], object], native.UCXXTag)
         self.parse_address = cast(Callable[[bytes], object], native.UCXAddress.create_from_buffer)
         self._new_context = ApplicationContext
@@ -219,10 +222,12 @@ class _Core:
         for ready in self._ready.values():
             self._report(Ended(ready.op, "closed", peer_lost=False))
         self._ready.clear()
-        self._context.worker.cancel_inflight_requests()
+        await self._leave_door()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S / 2)
+        self._context.worker.stop_request_notifier_thread()  # wakes it: it looks up once a second only
         self._context.stop_notifier_thread()
+        self._context.worker.stop_progress_thread()  # it would wake a thousand times a second for ever
 
     # --------------------------------------------------------------------- called from the owner thread
 
@@ -273,16 +278,29 @@ class _Core:
 
     # ---------------------------------------------------------------------------------------- receiver
 
+    async def _post(self, endpoint: _Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
+        """Receives into `buffer`; raises when the endpoint is, or gets, closed."""
+        if endpoint.closed:
+            raise self._ucxx.closed("closed")
+        await endpoint.recv(buffer, self._ucxx.tag(tag), force_tag=True)
+
+    async def _push(self, endpoint: _Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
+        """Sends `buffer`; raises when the endpoint is, or gets, closed."""
+        if endpoint.closed:
+            raise self._ucxx.closed("closed")
+        await endpoint.send(buffer, self._ucxx.tag(tag), force_tag=True)
+
     async def _connect(self, link: _Link, worker: bytes, door: int) -> None:
         nonce, reply_tag = secrets.token_bytes(16), _new_tag()
         reply = np.zeros(_DOOR_BYTES, dtype=np.uint8)
         try:
-            link.endpoint = await self._context.create_endpoint_from_worker_address(self._ucxx.parse_address(worker))
-            hello = _Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce)
-            welcomed = asyncio.ensure_future(link.endpoint.recv(reply, self._ucxx.tag(reply_tag), force_tag=True))
-            await asyncio.sleep(0)  # posted now
-            await link.endpoint.send(self._seal.close(hello), self._ucxx.tag(door), force_tag=True)
-            await welcomed
+            endpoint = await self._context.create_endpoint_from_worker_address(self._ucxx.parse_address(worker))
+            if self._links.get(link.peer) is not link:  # given up meanwhile
+                endpoint.abort(period=_ABORT_NS)
+                return
+            link.endpoint = endpoint
+            hello = self._seal.close(_Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
+            await asyncio.gather(self._post(endpoint, reply, reply_tag), self._push(endpoint, hello, door))
         except self._ucxx.error as error:
             self._break(link, f"cannot connect: {error}")
             return
@@ -298,19 +316,20 @@ class _Core:
         """A receive that nobody will send for ends when the peer does."""
         assert link.endpoint is not None
         try:
-            await link.endpoint.recv(np.zeros(8, dtype=np.uint8), self._ucxx.tag(_new_tag()), force_tag=True)
+            await self._post(link.endpoint, np.zeros(8, dtype=np.uint8), _new_tag())
         except self._ucxx.error as error:
             self._break(link, f"connection lost: {error}")
 
     async def _receive(self, link: _Link, op: int, tag: int, slot: Bytes) -> None:
         assert link.endpoint is not None
-        posted = asyncio.ensure_future(link.endpoint.recv(slot, self._ucxx.tag(tag), force_tag=True))
+        posted = asyncio.ensure_future(self._post(link.endpoint, slot, tag))
         await asyncio.sleep(0)  # posted now; only then the source may send
         self._ask(link, tag)
         try:
             await posted
         except self._ucxx.error as error:
-            self._report(Ended(op, str(error), peer_lost=self._links.get(link.peer) is not link))
+            lost = link.endpoint.closed or self._links.get(link.peer) is not link
+            self._report(Ended(op, str(error), peer_lost=lost))
         else:
             cancelled = op in link.cancelled
             self._report(Ended(op, "cancelled", peer_lost=False) if cancelled else Received(op, slot))
@@ -331,7 +350,7 @@ class _Core:
                 message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
                 entries, link.outbox = link.outbox[:_TAGS_PER_ASK], link.outbox[_TAGS_PER_ASK:]
                 message[: len(entries)] = entries
-                await link.endpoint.send(message.view(np.uint8), self._ucxx.tag(link.ask_tag), force_tag=True)
+                await self._push(link.endpoint, message.view(np.uint8), link.ask_tag)
         except self._ucxx.error as error:
             self._break(link, f"cannot ask: {error}")
         finally:
@@ -357,30 +376,39 @@ class _Core:
         """Reads one fixed-size message after the other; without the right seal nothing follows from it."""
         sealed = np.zeros(_DOOR_BYTES, dtype=np.uint8)
         while not self._closing.is_set():
+            sealed[:] = 0  # a short message must not be read with the end of the one before
             try:
                 await self._context.recv(sealed, self._ucxx.tag(self.door))
             except self._ucxx.error as error:
-                if not self._closing.is_set():
-                    _log.warning("ucx_door", error=str(error))
+                _log.warning("ucx_door", error=str(error))  # a message that was too long
                 continue
+            if self._closing.is_set():
+                return
             hello = self._seal.open_hello(sealed)
             if hello is not None and hello.meant_for == self._stamp.epoch:
                 self._start(self._welcome(hello))
             else:
                 _log.warning("ucx_stranger")
 
+    async def _leave_door(self) -> None:
+        """UCX does not give back a receive of the worker itself: knock, so that it ends."""
+        address = self._ucxx.parse_address(self.worker_address)
+        endpoint = await self._context.create_endpoint_from_worker_address(address)
+        await self._push(endpoint, np.zeros(1, dtype=np.uint8), self.door)
+        endpoint.abort(period=_ABORT_NS)
+
     async def _welcome(self, hello: _Hello) -> None:
-        old = self._callers.get(hello.stamp)
-        if old is not None:
-            self._forget_caller(old)
         try:
             address = self._ucxx.parse_address(hello.worker)
             endpoint = await self._context.create_endpoint_from_worker_address(address)
+            old = self._callers.get(hello.stamp)
+            if old is not None:
+                self._forget_caller(old)
             caller = _Caller(hello.stamp, endpoint, _new_tag())
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))
             welcome = self._seal.close(_Welcome(self._stamp, hello.nonce, caller.ask_tag))
-            await endpoint.send(welcome, self._ucxx.tag(hello.reply_tag), force_tag=True)
+            await self._push(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
             _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))
 
@@ -388,7 +416,7 @@ class _Core:
         message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
         try:
             while True:
-                await caller.endpoint.recv(message.view(np.uint8), self._ucxx.tag(caller.ask_tag), force_tag=True)
+                await self._post(caller.endpoint, message.view(np.uint8), caller.ask_tag)
                 for entry in message.tolist():
                     self._on_ask(caller, entry)
         except self._ucxx.error:
@@ -413,7 +441,7 @@ class _Core:
     async def _send(self, caller: _Caller, op: int | None, tag: int, payload: Bytes) -> None:
         """`op` None: completes a receive that its owner does not want any more."""
         try:
-            await caller.endpoint.send(payload, self._ucxx.tag(tag), force_tag=True)
+            await self._push(caller.endpoint, payload, tag)
         except self._ucxx.error as error:
             if op is not None:
                 self._report(Ended(op, str(error), peer_lost=True))
