@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
+from ray.actor import ActorHandle
 
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
@@ -40,7 +41,7 @@ from baton.deploy.controller_core import (
 )
 from baton.transfer.actor import HEALTH, WATCH, in_group
 from baton.transfer.mesh import ClusterKeys, Mesh
-from baton.transfer.process import ProcessSpec, die_with_parent, register_process
+from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 
 CONTROLLER = WorkerId("controller")
 REBUILD_ANSWER_TIMEOUT_S = 5.0
@@ -157,27 +158,35 @@ class ControllerLoop:
     def _rebuild(self) -> None:
         """Finds what an earlier controller left (at the first start: nothing) and begins from there."""
         found = ray_side.find_live_processes(self._config.cluster, REBUILD_ANSWER_TIMEOUT_S)
-        known = [process for process in found if process.worker in self._seats]
-        keep = frozenset(f"{process.worker}@{process.incarnation}" for process in known) | {CONTROLLER}
+        known = [(each, each.report) for each in found if each.worker in self._seats and each.report is not None]
+        keep = frozenset(actor_name(each.worker, each.incarnation) for each, _ in known) | {CONTROLLER}
         # C1: whoever will be missing in the first membership must be proven dead before it is published.
-        while not ray_side.reap_strangers(self._plan.run_dir, keep):
+        silent = [each for each in found if each.report is None]
+        while not self._reap(silent, keep):
             _log.warning("waiting_for_strangers_to_die")
         now = self._clock.now()
-        views = [process.report.view for process in known if process.report.view is not None]
+        views = [report.view for _, report in known if report.view is not None]
         first_version = max([int(time.time() * 1000), *(view.version + 1 for view in views)])
         core = ControllerCore((seat.spec for seat in self._plan.seats), self._config.liveness, first_version, now)
         for view in views:
             for member in view.members:
                 core.note_incarnation(member.stamp.worker, member.stamp.incarnation)
-        for process in known:
-            if process.report.member is None:
+        for process in found:
+            core.note_incarnation(process.worker, process.incarnation)
+        for process, report in known:
+            if report.member is None:
                 core.adopt_starting(process.worker, process.incarnation, now)
             else:
-                core.adopt(process.report.member, now)
+                core.adopt(report.member, now)
         self._core = core
-        for process in known:
+        for process, _ in known:
             self._in_pool(self._rejoin, process.worker, process.incarnation)
         _log.info("controller_started", adopted=len(known), version=first_version, address=self._mesh.address)
+
+    def _reap(self, silent: list[ray_side.FoundProcess], keep: frozenset[str]) -> bool:
+        cluster, run_dir = self._config.cluster, self._plan.run_dir
+        gone = [ray_side.kill_and_prove(cluster, run_dir, each.worker, each.incarnation) for each in silent]
+        return ray_side.reap_strangers(run_dir, keep) and all(gone)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -264,27 +273,29 @@ class ControllerLoop:
         try:
             handle = ray_side.create_process(process, seat.class_path, seat.num_cpus)
         except (ray.exceptions.RayError, ValueError, ImportError) as error:
-            self._on_started(worker, incarnation, str(error))
+            self._on_start_failed(worker, incarnation, str(error))
             return
-        ray_side.watch_process(
-            handle,
-            on_started=lambda failure: self._on_started(worker, incarnation, failure),
-            on_dead=lambda: self._on_ray_death(worker, incarnation),
-        )
+        self._watch(handle, worker, incarnation)
 
     def _rejoin(self, worker: WorkerId, incarnation: int) -> None:
         """An adopted process hears where the controller is now. One that cannot be told falls silent: replaced."""
-        handle = ray_side.find_process(self._config.cluster, f"{worker}@{incarnation}")
+        handle = ray_side.find_process(self._config.cluster, actor_name(worker, incarnation))
         if handle is None:
             self._on_ray_death(worker, incarnation)
             return
-        ray_side.rewatch(handle, on_dead=lambda: self._on_ray_death(worker, incarnation))
         handle.rejoin.remote(self._mesh.address)
+        self._watch(handle, worker, incarnation)
 
-    def _on_started(self, worker: WorkerId, incarnation: int, failure: str) -> None:
-        if failure:
-            _log.error("start_failed", worker=worker, incarnation=incarnation, reason=failure)
-            self._post(lambda now: self._live_core.on_start_failed(worker, incarnation, failure, now))
+    def _watch(self, handle: ActorHandle, worker: WorkerId, incarnation: int) -> None:
+        ray_side.watch_process(
+            handle,
+            on_start_failed=lambda reason: self._on_start_failed(worker, incarnation, reason),
+            on_dead=lambda: self._on_ray_death(worker, incarnation),
+        )
+
+    def _on_start_failed(self, worker: WorkerId, incarnation: int, reason: str) -> None:
+        _log.error("start_failed", worker=worker, incarnation=incarnation, reason=reason)
+        self._post(lambda now: self._live_core.on_start_failed(worker, incarnation, reason, now))
 
     def _on_ray_death(self, worker: WorkerId, incarnation: int) -> None:
         self._in_pool(self._prove_dead, worker, incarnation, "process died")

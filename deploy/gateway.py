@@ -140,6 +140,7 @@ class GatewayActor:
         die_with_parent()
         register_process(spec.run_dir, spec.name)
         self._spec = spec
+        self._controller_address = spec.controller_address
         self._progress: list[str] = []
         self._process: GatewayProcess | None = None
         self._watch = threading.Condition()
@@ -147,14 +148,17 @@ class GatewayActor:
 
     def start(self) -> None:
         spec = self._spec
+        if self._process is not None:
+            return  # a controller that was restarted asks again
         self._process = GatewayProcess(
             spec.new_stamp(),
             spec.config,
             spec.keys,
-            spec.controller_address,
+            self._controller_address,
             on_progress=self._progress.append,
             workers=lambda io: RayWorkers(spec.config.cluster, io),
         )
+        self._process.io.set_controller(self._controller_address)  # which may have moved while this was loading
         self._process.start()
 
     @in_group(HEALTH)
@@ -177,6 +181,7 @@ class GatewayActor:
 
     @in_group(HEALTH)
     def rejoin(self, controller_address: str) -> None:
+        self._controller_address = controller_address  # before the look: loading may end in between
         if self._process is not None:
             self._process.io.set_controller(controller_address)
 

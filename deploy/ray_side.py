@@ -33,7 +33,7 @@ class FoundProcess:
 
     worker: WorkerId
     incarnation: int
-    report: ProcessReport
+    report: ProcessReport | None
 
 
 def load_class(path: str) -> type[object]:
@@ -64,30 +64,21 @@ def create_actor(
     return ray.remote(**options)(cls).remote(argument)
 
 
-def watch_process(handle: ActorHandle, on_started: Callable[[str], None], on_dead: Callable[[], None]) -> None:
-    """Starts the process and calls back, on a thread of Ray's: `on_started("")` or with the reason why it could not,
-    and `on_dead` when Ray sees the actor die (which is not yet a proof)."""
+def watch_process(handle: ActorHandle, on_start_failed: Callable[[str], None], on_dead: Callable[[], None]) -> None:
+    """Starts the process (one that has been started takes no notice) and calls back on a thread of Ray's: with the
+    reason why it could not start, and when Ray sees the actor die (which is not yet a proof)."""
 
     def started(future: Any) -> None:
         error = future.exception()
-        if error is None:
-            on_started("")
-        elif isinstance(error, RayTaskError):
-            on_started(str(error.cause))
-        # else the process died: `on_dead` tells
-
-    handle.start.remote().future().add_done_callback(started)
-    rewatch(handle, on_dead)
-
-
-def rewatch(handle: ActorHandle, on_dead: Callable[[], None]) -> None:
-    """As `watch_process`, for a process that was found running."""
+        if isinstance(error, RayTaskError):  # else it is loaded, or died: `on_dead` tells
+            on_start_failed(str(error.cause))
 
     def ended(future: Any) -> None:
         error = future.exception()
         if error is not None and not isinstance(error, RayTaskError):
             on_dead()
 
+    handle.start.remote().future().add_done_callback(started)
     handle.watch.remote(os.getpid()).future().add_done_callback(ended)
 
 
@@ -135,7 +126,7 @@ def _on_every_node(function: Callable[..., bool], *arguments: object) -> bool:
 
 
 def find_live_processes(cluster: str, timeout_s: float) -> list[FoundProcess]:
-    """Asks every live actor of the cluster who it is. Those that do not answer within `timeout_s` are left out."""
+    """Asks every live actor of the cluster who it is. Those that do not answer within `timeout_s` have no report."""
     handles: dict[tuple[WorkerId, int], ActorHandle] = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         parsed = parse_actor_name(entry["name"]) if entry["namespace"] == cluster else None
@@ -143,11 +134,12 @@ def find_live_processes(cluster: str, timeout_s: float) -> list[FoundProcess]:
         if parsed is not None and handle is not None:
             handles[parsed] = handle
     refs = {handle.report.remote(): key for key, handle in handles.items()}
-    answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-    found = []
+    answered, silent = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+    found = [FoundProcess(*refs[ref], report=None) for ref in silent]
     for ref in answered:
         try:
-            found.append(FoundProcess(*refs[ref], report=ray.get(ref, timeout=timeout_s)))
+            report = ray.get(ref, timeout=timeout_s)
         except (RayActorError, GetTimeoutError):
-            continue  # died between the two calls
+            report = None  # died between the two calls
+        found.append(FoundProcess(*refs[ref], report=report))
     return found

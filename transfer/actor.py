@@ -38,7 +38,8 @@ class ProcessActor(Protocol):
     """Constructed with one `ProcessSpec`. The constructor registers the process and returns quickly."""
 
     def start(self) -> None:
-        """Loads, opens sockets, says Hello until admitted. Raises when this cannot work."""
+        """Loads, opens sockets, says Hello until admitted. Raises when this cannot work. Called again, after a
+        controller was restarted, it does nothing: the first call may have died with the controller that made it."""
 
     def progress(self) -> list[str]:
         """What `start` has said so far, one line per step. Group `health`."""

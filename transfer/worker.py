@@ -139,6 +139,7 @@ class WorkerProcess:
         self._max_rows = max_rows
         self._make_runner = make_runner
         self._clock = MonotonicClock()
+        self._controller_address = spec.controller_address
         self._loaded: _Loaded | None = None
         self._progress: list[str] = []
         self._watch = threading.Condition()
@@ -146,10 +147,14 @@ class WorkerProcess:
         self._stopped = False
 
     def start(self) -> None:
-        """Loads, and returns when the cluster has admitted this process. Raises ConfigError, AdmissionRefused."""
+        """Loads, and returns when the cluster has admitted this process. Raises ConfigError, AdmissionRefused. Called
+        again (by a controller that was restarted) it has nothing to do."""
+        if self._loaded is not None:
+            return
         pin_process(self._spec.cores)
         loaded = self._load()
         self._loaded = loaded
+        loaded.io.set_controller(self._controller_address)  # which may have moved while this was loading
         loaded.engine.start()
         loaded.io.start()
         self._say("registering")
@@ -157,7 +162,7 @@ class WorkerProcess:
         if isinstance(admitted, Rejected):
             raise AdmissionRefused(admitted)
         if not admitted:
-            raise BatonError(f"the controller at {self._spec.controller_address} did not answer")
+            raise BatonError(f"the controller at {self._controller_address} did not answer")
         self._say("ready")
 
     def _load(self) -> _Loaded:
@@ -186,7 +191,7 @@ class WorkerProcess:
             buffer,
             spec.keys,
             lambda event: self._deliver(engine, event),
-            controller_address=spec.controller_address,
+            controller_address=self._controller_address,
             load=lambda: engine.load(),
             clock=self._clock,
         )
@@ -226,6 +231,7 @@ class WorkerProcess:
         return self._running.io.latest_membership
 
     def rejoin(self, controller_address: str) -> None:
+        self._controller_address = controller_address  # before the look: loading may end in between
         if self._loaded is not None:
             self._loaded.io.set_controller(controller_address)
 

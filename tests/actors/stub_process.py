@@ -35,12 +35,15 @@ class StubActor:
         self._new_address: str | None = None
         self._watch = threading.Condition()
         self._watcher = 0
+        self._started = False
         self._admitted = threading.Event()
 
     def start(self) -> None:
         if self._spec.role == "decode" and self._spec.config.cluster.endswith("broken"):
             raise RuntimeError("there is no such model")
-        threading.Thread(target=self._run, daemon=True).start()
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, daemon=True).start()
         self._admitted.wait(30.0)
 
     @in_group(HEALTH)

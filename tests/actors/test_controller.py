@@ -145,6 +145,14 @@ def test_a_controller_that_was_away_proves_a_death_it_missed(cluster: ClusterHan
     assert not Path(f"/proc/{stopped}").exists()
 
 
+def test_a_process_that_was_starting_when_the_controller_died_is_started(cluster: ClusterHandle) -> None:
+    old = incarnation(cluster.status())
+    os.kill(pid_of(cluster, f"decode-0@{old}"), signal.SIGKILL)
+    wait_for(cluster, lambda s: any(seat.worker == D0 and seat.incarnation == old + 1 for seat in s.seats))
+    os.kill(pid_of(cluster, CONTROLLER), signal.SIGKILL)
+    wait_for(cluster, lambda s: incarnation(s) > old)
+
+
 def test_a_process_that_cannot_start_fails_the_launch_with_its_reason(ray_session: None) -> None:
     with pytest.raises(LaunchError, match=r"decode-0 could not start: .*there is no such model"):
         launch(stub_config("is-broken"), class_paths=STUBS)
