@@ -10,7 +10,8 @@ import pytest
 
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import LaneAddress
-from baton.transfer.testing import TransportContract, random_pool
+from baton.transfer.testing import TransportContract
+from baton.transfer.testing_ends import random_pool
 from baton.transfer.transports.base import LinkDown, LinkUp
 from baton.transfer.transports.local import LocalTransport
 

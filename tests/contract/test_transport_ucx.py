@@ -9,7 +9,8 @@ import pytest
 
 from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import ClusterKeys
-from baton.transfer.testing import End, EndSpec, TransportContract, pump, small_config
+from baton.transfer.testing import TransportContract
+from baton.transfer.testing_ends import End, EndSpec, pump, small_config
 from baton.transfer.transports.ucx import why_unavailable
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())

@@ -10,7 +10,8 @@ import zmq
 
 from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import ClusterKeys, secure_client
-from baton.transfer.testing import End, EndSpec, HandOff, TransportContract, pump, small_config
+from baton.transfer.testing import TransportContract
+from baton.transfer.testing_ends import End, EndSpec, HandOff, pump, small_config
 
 
 class TestZmq(TransportContract):

@@ -1,0 +1,335 @@
+"""Two ends of a data plane, to run any lane on: in this process, or one of them in a child that can be killed.
+
+Owns: `End` (one process's data plane, driven by hand), `RemoteEnd` (the same in a child process) and `HandOff` (a
+made-up hand-off). Never used outside of tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from baton.common.config import TransferConfig
+from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp, WorkerId
+from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.messages import Chunk, Member, pack_tokens
+from baton.transfer.data_plane import DataPlane
+from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.session.effects import (
+    CloseSink,
+    DataEffect,
+    DataEvent,
+    FenceSink,
+    FenceSource,
+    Landed,
+    LandRegion,
+    PrepareSink,
+    RegionReady,
+    SendRegion,
+    SinkFenced,
+    SinkPrepared,
+)
+from baton.transfer.transports.base import Bytes, PageIds, PullTransport, StagedTransport
+from baton.transfer.transports.inproc import InprocHub, InprocTransport
+from baton.transfer.transports.local import LocalTransport
+from baton.transfer.transports.ucx import UcxTransport
+from baton.transfer.transports.zmq import ZmqTransport
+
+WAIT_S = 20.0
+EventT = TypeVar("EventT", bound=DataEvent)
+
+
+@dataclass(frozen=True, slots=True)
+class EndSpec:
+    """Everything a child process needs to build its end."""
+
+    worker: str
+    epoch: int
+    lane: str
+    keys: ClusterKeys | None
+    config: TransferConfig
+    num_pages: int = 64
+    page_bytes: int = 4096
+    page_size: int = 4
+    fill: int = 0  # seed of the pool's content; 0: zeros
+
+
+def small_config(lane: str) -> TransferConfig:
+    """Slots of four pages of `EndSpec`'s default size, eight of them."""
+    return TransferConfig(lanes=(lane,), staging_ring_bytes=8 * 16384, region_bytes=16384, credit_regions=2)
+
+
+def random_pool(num_pages: int, page_bytes: int, seed: int) -> Bytes:
+    """What a pool is filled with for `EndSpec.fill`."""
+    return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
+
+
+class End:
+    """One data plane with its mesh, driven by hand from one thread."""
+
+    def __init__(self, spec: EndSpec, hub: InprocHub | None = None) -> None:
+        self.spec = spec
+        self.stamp = Stamp(WorkerId(spec.worker), 0, Epoch(spec.epoch))
+        self.mesh = Mesh(self.stamp, "127.0.0.1", spec.keys)
+        self.buffer = NumpyKvBuffer(spec.num_pages, spec.page_bytes, spec.page_size)
+        self.pool = self.buffer.as_bytes()
+        if spec.fill:
+            self.pool[:] = random_pool(spec.num_pages, spec.page_bytes, spec.fill)
+        staged: list[StagedTransport] = []
+        pull: list[PullTransport] = []
+        match spec.lane:
+            case "local":
+                pull = [LocalTransport(self.pool)]
+            case "zmq":
+                staged = [ZmqTransport(self.stamp, self.mesh, "127.0.0.1", spec.config.region_bytes)]
+            case "ucx":
+                secret = spec.keys.data_secret if spec.keys else ""
+                staged = [UcxTransport(self.stamp, self.mesh, "127.0.0.1", secret)]
+            case _:
+                assert hub is not None
+                staged = [InprocTransport(self.stamp, hub, self.mesh)]
+        self.data = DataPlane(spec.config, self.buffer, staged, pull)
+        self.events: list[DataEvent] = []
+
+    @property
+    def member(self) -> Member:
+        return Member(stamp=self.stamp, role="x", address=self.mesh.address, lanes=self.data.addresses())
+
+    def execute(self, effect: DataEffect) -> None:
+        self.events += self.data.execute(effect, time.monotonic())
+
+    def set_peers(self, peers: Iterable[Member]) -> None:
+        self.data.set_peers(list(peers), time.monotonic())
+
+    def step(self, wait_s: float = 0.002) -> None:
+        """One turn, as an I/O thread would take it."""
+        limit_s = self.data.wait_s(time.monotonic())
+        self.mesh.poll(wait_s if limit_s is None else min(wait_s, limit_s))
+        self.events += self.data.poll(time.monotonic())
+
+    def slots(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        snapshot = self.data.snapshot(time.monotonic())
+        return snapshot.receive_slots, snapshot.send_slots
+
+    def close(self) -> None:
+        self.data.close()
+        self.mesh.close()
+
+
+class SourceEnd(Protocol):
+    """What a test needs of the source: an `End` here, or one in a child process."""
+
+    @property
+    def stamp(self) -> Stamp: ...
+
+    @property
+    def member(self) -> Member: ...
+
+    events: list[DataEvent]
+
+    def execute(self, effect: DataEffect) -> None: ...
+
+    def step(self, wait_s: float = 0.002) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def die_with_parent() -> None:
+    """A child that outlives a killed test would keep ports and cores."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _serve_end(connection: Connection, spec: EndSpec) -> None:
+    die_with_parent()
+    end = End(spec)
+    connection.send(end.member)
+    end.mesh.register(connection.fileno())
+    while True:
+        while connection.poll():
+            command = connection.recv()
+            if command is None:
+                end.close()
+                connection.send(None)
+                return
+            end.execute(command)
+        end.step(0.05)
+        if end.events:
+            connection.send(end.events)
+            end.events = []
+
+
+class RemoteEnd:
+    """An `End` in a child process, which a test can stop and kill."""
+
+    def __init__(self, spec: EndSpec) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve_end, args=(theirs, spec), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.events: list[DataEvent] = []
+        self.member: Member = self._connection.recv()
+        self.stamp = self.member.stamp
+
+    def execute(self, effect: DataEffect) -> None:
+        self._connection.send(effect)
+
+    def step(self, wait_s: float = 0.002) -> None:
+        while self._connection.poll(wait_s):
+            self.events += self._connection.recv()
+            wait_s = 0.0
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(WAIT_S)
+
+    def stop(self) -> None:
+        """SIGSTOP: alive, and silent."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._connection.send(None)
+            self._process.join(WAIT_S)
+            if self._process.is_alive():
+                self.kill()
+        self._connection.close()
+
+
+def pump(ends: Iterable[End | SourceEnd], done: Callable[[], bool], wait_s: float = WAIT_S) -> bool:
+    """Turns all ends until `done`. False: it did not come true in time."""
+    ends = list(ends)
+    deadline = time.monotonic() + wait_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        for end in ends:
+            end.step()
+    return True
+
+
+class HandOff:
+    """One made-up hand-off from `source` to `sink`: tokens [start, start + n), scattered pages on both sides."""
+
+    _next_id = 1
+
+    def __init__(self, sink: End, source: SourceEnd, source_pages: PageIds, sink_pages: PageIds) -> None:
+        self.key = HandoffKey(HandoffId(HandOff._next_id), 1)
+        self.tag_base = HandOff._next_id << 32
+        HandOff._next_id += 1
+        self.sink, self.source = sink, source
+        self.source_pages, self.sink_pages = source_pages, sink_pages
+        self.page_size = sink.spec.page_size
+        self.prepared: SinkPrepared | None = None
+        self.chunks: dict[int, Chunk] = {}
+
+    def prepare(self) -> SinkPrepared:
+        """Starts and waits until slots are reserved."""
+        self.ask_to_prepare()
+        assert pump([self.sink, self.source], lambda: self.prepared_now() is not None), "not prepared in time"
+        prepared = self.prepared_now()
+        assert prepared is not None
+        return prepared
+
+    def ask_to_prepare(self) -> None:
+        self.sink.execute(
+            PrepareSink(
+                key=self.key,
+                peer=self.source.stamp,
+                start=0,
+                total_tokens=len(self.sink_pages) * self.page_size,
+                pages=pack_tokens(self.sink_pages),
+                tag_base=self.tag_base,
+                tag_count=1 << 16,
+            )
+        )
+
+    def prepared_now(self) -> SinkPrepared | None:
+        return next((event for event in self.of(SinkPrepared)), None)
+
+    def of(self, kind: type[EventT]) -> list[EventT]:
+        """The sink's and the source's events of this hand-off."""
+        return [e for e in [*self.sink.events, *self.source.events] if isinstance(e, kind) and e.key == self.key]
+
+    def send(self, seq: int, pages: slice, tag: int | None = None) -> None:
+        """Asks the source to send `pages` of this hand-off as region `seq`."""
+        ids = self.source_pages[pages]
+        self.source.execute(
+            SendRegion(
+                key=self.key,
+                peer=self.sink.stamp,
+                lane=self.sink.spec.lane,
+                seq=seq,
+                tag=self.tag_base + seq if tag is None else tag,
+                first_token=(pages.start or 0) * self.page_size,
+                tokens=len(ids) * self.page_size,
+                pages=pack_tokens(ids),
+            )
+        )
+
+    def ready(self, seq: int) -> RegionReady:
+        """Waits until the source has announced region `seq`."""
+
+        def found() -> list[RegionReady]:
+            return [event for event in self.of(RegionReady) if event.seq == seq]
+
+        assert pump([self.source, self.sink], lambda: bool(found())), f"region {seq} was not gathered in time"
+        return found()[-1]
+
+    def chunk(self, seq: int, pages: slice, nbytes: int, digest: int) -> Chunk:
+        ids = self.source_pages[pages]
+        return Chunk(
+            key=self.key,
+            seq=seq,
+            tag=self.tag_base + seq,
+            first_token=(pages.start or 0) * self.page_size,
+            tokens=len(ids) * self.page_size,
+            nbytes=nbytes,
+            digest=digest,
+            source_pages=pack_tokens(ids) if self.sink.spec.lane == "local" else b"",
+        )
+
+    def land(self, chunk: Chunk, tag: int | None = None) -> None:
+        self.sink.execute(
+            LandRegion(
+                key=self.key,
+                peer=self.source.stamp,
+                lane=self.sink.spec.lane,
+                tag=self.tag_base + chunk.seq if tag is None else tag,
+                chunk=chunk,
+            )
+        )
+
+    def move(self, seq: int, pages: slice) -> None:
+        """Sends and lands one region, as an endpoint would."""
+        self.send(seq, pages)
+        ready = self.ready(seq)
+        self.land(self.chunk(seq, pages, ready.nbytes, ready.digest))
+
+    def landed(self) -> set[int]:
+        return {event.seq for event in self.of(Landed)}
+
+    def close(self) -> None:
+        """Well ended."""
+        self.sink.execute(CloseSink(self.key))
+        self.source.execute(FenceSource(self.key))
+
+    def fence(self) -> None:
+        self.sink.execute(FenceSink(self.key))
+        assert self.of(SinkFenced), "a sink's fence is immediate"
