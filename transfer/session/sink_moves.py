@@ -3,7 +3,6 @@ state and an event; `sink.py` says which of them belongs to which state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.common.errors import ErrorCode
@@ -43,7 +42,6 @@ from baton.transfer.session.sink_states import (
     Offered,
     Preparing,
     Receiving,
-    Region,
     SinkOrder,
     SinkState,
     SinkStep,
@@ -90,30 +88,36 @@ def take_chunk(state: Receiving, chunk: Chunk, now: float, rules: SessionRules) 
 
 def _contradiction(state: Receiving, chunk: Chunk, rules: SessionRules) -> str:
     """Why a newly announced region cannot be part of this hand-off; "" when it can (S3, S4)."""
-    order, end = state.order, chunk.first_token + chunk.tokens
+    order, offer, seq, first, end = state.order, state.offer, chunk.seq, chunk.first_token, _end(chunk)
     pages = pages_for_tokens(chunk.tokens, rules.page_size)
-    before, behind = state.arrivals.get(chunk.seq - 1), state.arrivals.get(chunk.seq + 1)
-    checks: Sequence[tuple[bool, str]] = (
-        (chunk.seq >= state.credit, f"region {chunk.seq} came without credit ({state.credit})"),
-        (state.done is not None and chunk.seq >= state.done.regions, f"region {chunk.seq} came after the last one"),
-        (chunk.tag != order.first_tag(chunk.seq), f"region {chunk.seq} came under a foreign tag"),
-        (chunk.first_token < order.start or end > order.total, f"[{chunk.first_token}, {end}) was not asked for"),
-        (chunk.first_token % rules.page_size != 0, f"region {chunk.seq} starts inside a page"),
-        (end % rules.page_size != 0 and end != order.total, f"region {chunk.seq} ends inside a page"),
-        (pages > state.offer.region_pages, f"region {chunk.seq} has {pages} pages, over {state.offer.region_pages}"),
-        (chunk.seq == 0 and chunk.first_token != order.start, f"region 0 starts at {chunk.first_token}"),
-        (before is not None and _end(before) != chunk.first_token, f"a gap before region {chunk.seq}"),
-        (behind is not None and behind.chunk.first_token != end, f"a gap behind region {chunk.seq}"),
-        (
-            len(chunk.source_pages) != (pages * PAGE_ID_BYTES if state.offer.lane in PULL_LANES else 0),
-            f"region {chunk.seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages",
-        ),
-    )
-    return next((reason for wrong, reason in checks if wrong), "")
+    before, behind = state.arrivals.get(seq - 1), state.arrivals.get(seq + 1)
+    if seq >= state.credit:
+        return f"region {seq} came without credit ({state.credit})"
+    if state.done is not None and seq >= state.done.regions:
+        return f"region {seq} came after the last one"
+    if chunk.tag != order.first_tag(seq):
+        return f"region {seq} came under a foreign tag"
+    if first < order.start or end > order.total:
+        return f"[{first}, {end}) was not asked for"
+    if first % rules.page_size != 0:
+        return f"region {seq} starts inside a page"
+    if end % rules.page_size != 0 and end != order.total:
+        return f"region {seq} ends inside a page"
+    if pages > offer.region_pages:
+        return f"region {seq} has {pages} pages, over {offer.region_pages}"
+    if seq == 0 and first != order.start:
+        return f"region 0 starts at {first}"
+    if before is not None and _end(before.chunk) != first:
+        return f"a gap before region {seq}"
+    if behind is not None and behind.chunk.first_token != end:
+        return f"a gap behind region {seq}"
+    if len(chunk.source_pages) != (pages * PAGE_ID_BYTES if offer.lane in PULL_LANES else 0):
+        return f"region {seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages"
+    return ""
 
 
-def _end(region: Region) -> int:
-    return region.chunk.first_token + region.chunk.tokens
+def _end(chunk: Chunk) -> int:
+    return chunk.first_token + chunk.tokens
 
 
 def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
