@@ -357,8 +357,8 @@ def explore(lane: str, faults: int, credit: int) -> Explorer:
         ("local", 0, 2),
         ("zmq", 1, 2),
         ("local", 2, 1),
-        pytest.param("zmq", 2, 1, marks=pytest.mark.slow),
-        pytest.param("local", 2, 2, marks=pytest.mark.slow),
+        pytest.param("zmq", 2, 1, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param("local", 2, 2, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 def test_no_interleaving_breaks_ownership_or_gets_stuck(lane: str, faults: int, credit: int) -> None:
