@@ -87,7 +87,7 @@ class TorchRunner:
         )
         self.buffer: KvBuffer = buffer
         self._pool = buffer.pool
-        self._model = model
+        self.model = model
         _register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, backends.kernels)
@@ -151,7 +151,7 @@ class TorchRunner:
     def _forward(self, batch: Batch, rows: tuple[int, ...]) -> tuple[torch.Tensor | None, list[int]]:
         context = StepContext(self._pool, AttentionPlan.of(batch), self.attention, [])
         # Without a row that samples the head (a third of a small model) is not computed.
-        run = self._model if rows else self._model.base_model
+        run = self.model if rows else self.model.base_model
         keep = (
             {"logits_to_keep": torch.from_numpy(batch.q_offsets[1:][list(rows)].astype(np.int64) - 1)} if rows else {}
         )
