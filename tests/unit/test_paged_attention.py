@@ -1,0 +1,119 @@
+"""The compiled attention kernel against the plain reference, on shapes chosen to be awkward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, load_kernels
+from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention
+
+ROWS = ((1, 1), (1, 17), (5, 5), (3, 70), (65, 130), (1, 600), (2, 1100), (130, 131), (1, 64))  # (queries, KV length)
+PLAIN = TorchPagedAttention()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledPagedAttention:
+    try:
+        return CompiledPagedAttention(load_kernels())
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+def make_plan(rows: tuple[tuple[int, int], ...], page_size: int, pages: Iterator[int]) -> AttentionPlan:
+    held = [np.array([next(pages) for _ in range(-(-kv // page_size))], np.int64) for _, kv in rows]
+    positions = [np.arange(kv - q, kv) for q, kv in rows]
+    slots = [p[at // page_size] * page_size + at % page_size for p, at in zip(held, positions, strict=True)]
+    return AttentionPlan(
+        slots=torch.from_numpy(np.concatenate(slots)),
+        q_offsets=torch.tensor(np.cumsum([0, *(q for q, _ in rows)]), dtype=torch.int32),
+        kv_lens=torch.tensor([kv for _, kv in rows], dtype=torch.int32),
+        page_offsets=torch.tensor(np.cumsum([0, *(len(p) for p in held)]), dtype=torch.int32),
+        page_ids=torch.from_numpy(np.concatenate(held).astype(np.int32)),
+    )
+
+
+def shuffled_pages(count: int) -> Iterator[int]:
+    return iter((np.random.default_rng(1).permutation(count - 1) + 1).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "group", "kv_heads", "window", "softcap", "sinks"),
+    [
+        (16, 64, 3, 3, 0, 0.0, False),
+        (1, 64, 1, 2, 0, 0.0, False),
+        (4, 16, 5, 1, 0, 0.0, False),
+        (16, 80, 2, 2, 7, 0.0, False),
+        (4, 128, 8, 1, 100, 0.0, False),
+        (16, 96, 7, 1, 512, 0.0, True),
+        (1, 256, 2, 1, 65, 30.0, False),
+        (16, 256, 4, 1, 0, 50.0, False),
+        (8, 64, 6, 2, 64, 20.0, True),
+        (128, 64, 1, 1, 1, 0.0, False),
+    ],
+)
+def test_compiled_and_plain_attention_agree(
+    compiled: CompiledPagedAttention,
+    dtype: torch.dtype,
+    page_size: int,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    window: int,
+    softcap: float,
+    sinks: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    num_pages = sum(-(-kv // page_size) for _, kv in ROWS) + 2
+    plan = make_plan(ROWS, page_size, shuffled_pages(num_pages))
+    tokens = sum(q for q, _ in ROWS)
+    pool = normal(num_pages, 2, 2, kv_heads, page_size, head_dim)
+    twin = pool.clone()
+    query = 2 * normal(group * kv_heads, tokens, head_dim).transpose(0, 1)  # as a model hands it over: not dense
+    key, value = normal(tokens, kv_heads, head_dim), normal(kv_heads, tokens, head_dim).transpose(0, 1)
+    params = AttentionParams(head_dim**-0.5, window, softcap, normal(group * kv_heads).float() if sinks else None)
+    ours = compiled.attend(query, key, value, pool, 1, plan, params)
+    expected = PLAIN.attend(query, key, value, twin, 1, plan, params)
+    assert torch.equal(pool, twin), "both write the same K and V, and nothing else"
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_a_row_has_the_same_bits_whatever_it_is_computed_with(compiled: CompiledPagedAttention) -> None:
+    """Alone, among others, as a chunk or token by token: for windows too."""
+    torch.manual_seed(3)
+    page_size, kv_len, params = 4, 1300, AttentionParams(0.125, 600)
+    query, key, value = torch.randn(kv_len, 6, 64), torch.randn(kv_len, 2, 64), torch.randn(kv_len, 2, 64)
+    pool = torch.zeros(400, 1, 2, 2, page_size, 64)
+    whole = compiled.attend(
+        query, key, value, pool, 0, make_plan(((kv_len, kv_len),), page_size, iter(range(1, 400))), params
+    )
+    for start, stop in ((1299, 1300), (1290, 1300), (517, 1188), (600, 601)):
+        plan = make_plan(((stop - start, stop),), page_size, iter(range(1, 400)))
+        part = compiled.attend(query[start:stop], key[start:stop], value[start:stop], pool, 0, plan, params)
+        assert torch.equal(part, whole[start:stop]), (start, stop)
+
+
+def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> None:
+    """int32_overflow: the pool is larger than 2^31 elements; only the touched pages take memory."""
+    page_size, head_dim, layers = 16, 64, 16
+    page_elements = layers * 2 * 2 * page_size * head_dim
+    num_pages = (1 << 31) // page_elements + 8
+    pool = torch.zeros(num_pages, layers, 2, 2, page_size, head_dim, dtype=torch.bfloat16)
+    plan = make_plan(((20, 20),), page_size, iter((num_pages - 1, num_pages - 3)))
+    query, key, value = (torch.randn(20, heads, head_dim).bfloat16() for heads in (4, 2, 2))
+    ours = compiled.attend(query, key, value, pool, layers - 1, plan, AttentionParams(0.125))
+    small = torch.zeros(3, 1, 2, 2, page_size, head_dim, dtype=torch.bfloat16)
+    expected = compiled.attend(
+        query, key, value, small, 0, make_plan(((20, 20),), page_size, iter((1, 2))), AttentionParams(0.125)
+    )
+    assert torch.equal(ours, expected)
+    assert torch.equal(pool[num_pages - 1, layers - 1], small[1, 0])
