@@ -358,6 +358,7 @@ class DecodeCore:
             times.reserve_wait_s += now - times.refused_since_s
             times.refused_since_s = None
         prefix_len = admitted.allocation.prefix_len
+        request.begin_count()
         request.count_tokens(0, prefix_len, "cached_tokens")
         self._handoffs += 1
         seed = self._stamp.epoch.to_bytes(8, "little") + self._handoffs.to_bytes(8, "little")
@@ -436,7 +437,9 @@ class DecodeCore:
     def _on_sink_failed(self, event: SinkFailed, now: float) -> None:
         """What landed is kept; the rest comes from somebody who was not tried yet, in the end from here."""
         request = self._by_handoff.pop(event.key)
-        landed = max(event.landed_until, request.record.kv_committed_len)
+        # All may have landed without the first output: then the last position is computed once more, for its logits.
+        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
+        landed = max(min(event.landed_until, most), request.record.kv_committed_len)
         self._book_transfer(request, event.nbytes, landed)
         self.pool.commit_incoming(request.record, landed)
         match request.state:
@@ -458,6 +461,7 @@ class DecodeCore:
         self.pool.cache_unfinished_req(request, request.fill_tokens)
         request.state = _RUNNING
         request.times.running_since_s = now
+        request.times.counted = True
         self._running.append(request)
         if request.wants_first_token:
             assert first_token >= 0, f"{request.key} was filled without its first token"

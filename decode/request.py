@@ -71,7 +71,8 @@ State = Queued | Incoming | Prefilling | Running | Stopping | Leaving | Done
 
 @dataclass(slots=True)
 class Times:
-    """Sums for the `Timeline`. Token counts are of the first pass over the prompt alone, so that they add up to it."""
+    """Sums for the `Timeline`. Token counts are of the first pass that got to the end of the prompt, so that they add
+    up to it."""
 
     arrived_s: float
     queue_s: float = 0.0
@@ -91,6 +92,7 @@ class Times:
     prefill_cached_tokens: int = 0
     attempts: int = 0
     retractions: int = 0
+    counted: bool = False  # the token counts are complete
 
 
 @dataclass(slots=True, eq=False)
@@ -150,10 +152,16 @@ class DecodeRequest:
         return len(self.prompt) + self.sampling.max_tokens
 
     def count_tokens(self, first: int, end: int, how: str) -> None:
-        """Books prompt tokens [first, end) as cached, local or transferred; each token once, in its first pass."""
+        """Books prompt tokens [first, end) as cached, local or transferred; each token once."""
         tokens = min(end, len(self.prompt)) - min(first, len(self.prompt))
-        if self.times.retractions == 0 and tokens > 0:
+        if not self.times.counted and tokens > 0:
             setattr(self.times, how, getattr(self.times, how) + tokens)
+
+    def begin_count(self) -> None:
+        """A pass over the prompt begins; an earlier one that was cut short does not count."""
+        times = self.times
+        if not times.counted:
+            times.cached_tokens = times.local_tokens = times.transferred_tokens = 0
 
     def timeline(self, now: float, worker: WorkerId) -> Timeline:
         times = self.times

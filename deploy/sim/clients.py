@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from baton.deploy.sim.process import GatewayProcess
 
 CONNECTION_LOST = "connection lost"
+AMPLE_S = 50.0
+"""A request with this much time outlives every fault of a world."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +67,9 @@ class Clients:
             gateway = request.gateway
             assert gateway is not None
             gateway.after(
-                0.0, lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.world.now)), "stop string"
+                0.0,
+                lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.world.now)),
+                "stop string",
             )
 
     def ended(self, effect: RequestEnded) -> None:
@@ -131,8 +135,10 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
             return too_long or len(request.prompt) >= settings.max_context_len
         case ErrorCode.OVERLOADED.value:
             return settings.requests > settings.decode_config.max_queued_requests
-        case ErrorCode.NO_WORKER.value | ErrorCode.DEADLINE_EXCEEDED.value:
+        case ErrorCode.NO_WORKER.value:
             return faulty
+        case ErrorCode.DEADLINE_EXCEEDED.value:
+            return settings.request_timeout_s < AMPLE_S
         case _:
             return request.outcome == CONNECTION_LOST and faulty
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, assert_never
 
 import numpy as np
@@ -164,9 +165,11 @@ class SimDataPlane:
         sink.open[effect.chunk.seq] = effect
         self._probe("land_region", (self._host, effect))
         if effect.lane in PULL_LANES:
+            self._probe("bytes_moving", (self._host, effect))
             self._host.after(self._work_s(), lambda: self._pulled(effect), "pull")
         elif effect.tag in self._staged:
             data = self._staged.pop(effect.tag)
+            self._probe("bytes_moving", (self._host, effect))
             self._host.after(self._work_s(), lambda: self._scatter(effect, data), "scatter")
         else:
             self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
@@ -176,7 +179,8 @@ class SimDataPlane:
         for sink in self._sinks.values():
             for effect in sink.open.values():
                 if effect.tag == tag:
-                    self._host.after(self._work_s(), lambda effect=effect: self._scatter(effect, data), "scatter")
+                    self._probe("bytes_moving", (self._host, effect))
+                    self._host.after(self._work_s(), partial(self._scatter, effect, data), "scatter")
                     return
             base = sink.prepare.tag_base
             if base <= tag < base + sink.prepare.tag_count:

@@ -27,8 +27,13 @@ class Receiver(Protocol):
     def frame_arrived(self, frame: Frame) -> None: ...
 
 
+def no_extra_delay(sender: Stamp, worker: WorkerId, body: Body) -> float:
+    return 0.0
+
+
 class Network:
-    """`seat` finds the process that sits in a seat now."""
+    """`seat` finds the process that sits in a seat now. Scenarios steer single frames through `extra_delay_s`: what it
+    says is added to the delay; below zero, the frame is lost."""
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Network:
         self.faults = faults
         self._seat = seat
         self._probe = probe
+        self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay
         self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
 
     def calm_down(self) -> None:
@@ -60,7 +66,8 @@ class Network:
         """One control frame; it passes through the real codec."""
         self._probe("sent", (sender, worker, body))
         rng, faults = self._schedule.rng, self.faults
-        if self._is_cut(sender.worker, worker) or (faults.loss and rng.random() < faults.loss):
+        extra_s = self.extra_delay_s(sender, worker, body)
+        if extra_s < 0 or self._is_cut(sender.worker, worker) or (faults.loss and rng.random() < faults.loss):
             self._probe("frame_lost", (sender, worker, body))
             return
         frame = Frame(sender, Epoch(dst_epoch), body)
@@ -68,7 +75,7 @@ class Network:
             frame = decode_frame(encode_frame(frame))
         copies = 2 if faults.duplicate and rng.random() < faults.duplicate else 1
         for _ in range(copies):
-            self._schedule.after(self._delay_s(), lambda: self._arrive(worker, frame))
+            self._schedule.after(extra_s + self._delay_s(), lambda: self._arrive(worker, frame))
 
     def carry(self, sender: Stamp, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
         """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,8 @@ from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
-from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.census import OwnerClass
+from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     PROTOCOL_VERSION,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from baton.deploy.sim.world import World
 
 CONTROLLER = WorkerId("controller")
-THREAD_HOP_S = 0.0004
-"""Most time a value needs from the engine thread to the I/O thread, or back. Their order is kept."""
 
 
 class Wakeup:
@@ -219,7 +218,9 @@ class WorkerProcess(MemberProcess):
 
     def deliver(self, event: object) -> None:
         """From the I/O thread to the engine: in order, a moment later."""
-        self._to_engine_s = max(self._to_engine_s, self.world.now + self.world.rng.random() * THREAD_HOP_S)
+        self._to_engine_s = max(
+            self._to_engine_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+        )
         self.after(self._to_engine_s - self.world.now, lambda: self._arrive(event), f"< {type(event).__name__}")
 
     def _arrive(self, event: object) -> None:
@@ -255,8 +256,13 @@ class WorkerProcess(MemberProcess):
     def _post(self, effects: Iterable[object]) -> None:
         """From the engine to the I/O thread: in order, a moment later."""
         for effect in effects:
-            self._to_io_s = max(self._to_io_s, self.world.now + self.world.rng.random() * THREAD_HOP_S)
-            self.after(self._to_io_s - self.world.now, lambda effect=effect: self._io_take(effect), "> io")
+            self._to_io_s = max(
+                self._to_io_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+            )
+            self.after(self._to_io_s - self.world.now, partial(self._io_take, effect), "> io")
+
+    def _after_a_hop(self) -> float:
+        return self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
 
     def check(self) -> None:
         """All KV invariants of this worker."""
@@ -314,8 +320,9 @@ class WorkerProcess(MemberProcess):
         owner = f"{self.owners[key]}#"
         for holding in self.core.holdings():
             if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
-                own = self.pool.pages_of(holding.record, holding.record.cache_protected_len, holding.record.kv_allocated_len)
-                if np.isin(pages, own).all():
+                record = holding.record
+                own = self.pool.pages_of(record, record.cache_protected_len, record.kv_allocated_len)
+                if set(pages.tolist()).issubset(own.tolist()):
                     return
         raise AssertionError(f"{self.stamp.worker}: {key} writes pages {pages.tolist()}, which are not its own")
 
@@ -324,9 +331,11 @@ class WorkerProcess(MemberProcess):
         for holding in self.core.holdings():
             if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
                 held = self.pool.pages_for_row(holding.record, holding.record.kv_allocated_len)
-                if np.isin(pages, held).all():
+                if set(pages.tolist()).issubset(held.tolist()):
                     return
-        raise AssertionError(f"{self.stamp.worker}: pages {pages.tolist()} are read for {key}, which does not hold them")
+        raise AssertionError(
+            f"{self.stamp.worker}: pages {pages.tolist()} are read for {key}, which does not hold them"
+        )
 
     @property
     def settled(self) -> bool:
@@ -377,6 +386,10 @@ class GatewayProcess(MemberProcess):
 
     def cancel(self, request_id: RequestId) -> None:
         self.run(lambda: self.carry_out(self.core.cancel(request_id, self.world.now)), f"cancel {request_id}")
+
+    def finish(self, request_id: RequestId) -> None:
+        """The detokenizer found a stop string."""
+        self.after(0.0, lambda: self.carry_out(self.core.finish(request_id, self.world.now)), f"finish {request_id}")
 
     @property
     def settled(self) -> bool:

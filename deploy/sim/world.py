@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from baton.common.config import GatewayConfig
@@ -21,13 +22,14 @@ from baton.deploy.sim.process import CONTROLLER, ControllerProcess, GatewayProce
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 
+AIMS = ("command", "hand_off_frame", "land_region", "landing_ended", "engine_event", "fence_sink", "frame_lost")
 KILL_S = 0.05
 QUIET_STEP_S = 0.5
 REST_S = 150.0
 """Most time from the last arrival and the last fault until everything must be at rest."""
 
 
-class NeverRests(AssertionError):  # noqa: N818 - what the verdict says
+class NeverRests(AssertionError):
     """Something is still owed long after the last fault."""
 
 
@@ -185,33 +187,59 @@ class World:
             request = random_request(number, rng, settings, families)
             gateway = rng.randrange(settings.gateways)
             at_s = first_s + rng.random() * settings.arrival_s
-            self.schedule.at(at_s, lambda request=request, gateway=gateway: self.submit(request, gateway))
+            self.schedule.at(at_s, partial(self.submit, request, gateway))
         self.calm_s = first_s + max(settings.arrival_s, settings.fault_s)
         self.plan_faults(first_s)
         self.schedule.at(self.calm_s, self.calm_down)
 
     def plan_faults(self, first_s: float) -> None:
+        """Half of them at any time, half of them aimed: a moment after the nth event of some kind in a hand-off."""
         settings, rng = self.settings, self.rng
         workers = [spec.worker for spec in self.specs]
         victims = [spec.worker for spec in self.specs if spec.role != "gateway" or settings.gateways > 1]
-
-        def moment() -> float:
-            return first_s + rng.random() * settings.fault_s
-
+        faults: list[Callable[[WorkerId | None], None]] = []
         for _ in range(settings.crashes):
             worker, seen = rng.choice(victims), rng.random() < 0.7
-            self.schedule.at(moment(), lambda worker=worker, seen=seen: self.crash(worker, seen))
+            faults.append(partial(self._crash_fault, worker, seen))
         for _ in range(settings.pauses):
-            worker, seconds = rng.choice(victims), rng.choice((0.3, 1.5, 5.0))
-            self.schedule.at(moment(), lambda worker=worker, seconds=seconds: self.pause(worker, seconds))
+            worker, seconds = rng.choice([*victims, CONTROLLER]), rng.choice((0.3, 1.5, 5.0))
+            faults.append(partial(self._pause_fault, worker, seconds))
         for _ in range(settings.partitions):
             a, b = rng.sample([*workers, CONTROLLER], 2)
             seconds, both = rng.choice((0.3, 1.5, 5.0)), rng.random() < 0.5
-            self.schedule.at(
-                moment(), lambda a=a, b=b, seconds=seconds, both=both: self.partition(a, b, seconds, both)
-            )
+            faults.append(partial(self._partition_fault, a, b, seconds, both))
         for _ in range(settings.cancels):
-            self.schedule.at(first_s + rng.random() * (settings.arrival_s + 0.3), self.cancel_someone)
+            faults.append(lambda _: self.cancel_someone())
+        for fault in faults:
+            if rng.random() < 0.5:
+                at_s = first_s + rng.random() * (settings.arrival_s + 0.5)
+                self.schedule.at(at_s, partial(fault, None))
+            else:
+                self._aim(rng.choice(AIMS), rng.randint(1, 30), fault)
+
+    def _crash_fault(self, worker: WorkerId, seen: bool, hit: WorkerId | None) -> None:
+        self.crash(hit or worker, seen)
+
+    def _pause_fault(self, worker: WorkerId, seconds: float, hit: WorkerId | None) -> None:
+        self.pause(hit or worker, seconds)
+
+    def _partition_fault(self, a: WorkerId, b: WorkerId, seconds: float, both: bool, hit: WorkerId | None) -> None:
+        self.partition(a, b, seconds, both)
+
+    def _aim(self, name: str, nth: int, fault: Callable[[WorkerId | None], None]) -> None:
+        """`fault` strikes once, just after the nth probe `name`: whoever was there, or somebody else."""
+        delay_s, whoever = self.rng.random() * 0.005, self.rng.random() < 0.5
+        left = nth
+
+        def hook(_: World, details: object) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and self.now < self.calm_s:
+                process = details[0] if isinstance(details, tuple) else None
+                hit = process.stamp.worker if whoever and isinstance(process, WorkerProcess) else None
+                self.schedule.after(delay_s, lambda: fault(hit))
+
+        self.on(name, hook)
 
     def cancel_someone(self) -> None:
         waiting = [one for one in self.clients.requests.values() if not one.outcome]

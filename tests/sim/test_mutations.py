@@ -1,0 +1,203 @@
+"""The world must notice: each mutation breaks one rule, and some scenario or seed must fail because of it.
+
+A simulator that passes everything proves nothing. Each mutation is a bug that another system had, or nearly had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.common.kv.pool import KvPool
+from baton.decode.core import DecodeCore
+from baton.decode.outbox import Outbox
+from baton.decode.request import Done, Incoming
+from baton.deploy.gateway_core import GatewayCore, Waiting
+from baton.deploy.sim.data_plane import SimDataPlane
+from baton.deploy.sim.scenarios import SCENARIOS, DangerMissed, run_scenario
+from baton.deploy.sim.world import run_seed
+from baton.prefill.core import PrefillCore
+from baton.transfer.endpoint import Endpoint
+from baton.transfer.session.effects import Landed
+from baton.transfer.session.step import PeerDead
+
+SEEDS = 300
+
+
+def noticed() -> str:
+    """Which scenario or seed fails first, and how. A scenario that misses its danger has not noticed anything."""
+    for name in SCENARIOS:
+        try:
+            run_scenario(name, 0)
+        except DangerMissed:
+            continue
+        except Exception as error:  # noqa: BLE001 - any failure is a finding
+            return f"{name}: {type(error).__name__}: {error}"
+    for seed in range(SEEDS):
+        try:
+            run_seed(seed)
+        except Exception as error:  # noqa: BLE001 - any failure is a finding
+            return f"seed {seed}: {type(error).__name__}: {error}"
+    return ""
+
+
+def free_on_abort_without_fence(patch):
+    """`abort_mid_write`: decode frees the destination pages as soon as it gives up."""
+    let_go, failed, committed = DecodeCore._let_go, DecodeCore._on_sink_failed, DecodeCore._on_committed
+
+    def mutated_let_go(self, request, failure):
+        incoming = isinstance(request.state, Incoming)
+        let_go(self, request, failure)
+        if incoming:
+            self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
+            request.state = Done()
+
+    def unless_freed(original):
+        def mutated(self, event, now):
+            if self._by_handoff[event.key].kv is not None:
+                original(self, event, now)
+            else:
+                del self._by_handoff[event.key]
+
+        return mutated
+
+    patch.setattr(DecodeCore, "_let_go", mutated_let_go)
+    patch.setattr(DecodeCore, "_on_sink_failed", unless_freed(failed))
+    patch.setattr(DecodeCore, "_on_committed", unless_freed(committed))
+
+
+def acknowledge_before_scatter(patch):
+    """The sink says "landed" when the bytes have arrived, not when they are in the pages."""
+
+    def scatter(self, effect, data):
+        if self._is_open(effect):
+            pages = self._pages_of(effect)
+            rows = np.frombuffer(data, dtype=np.uint8).reshape(len(pages), -1)
+            self._host.after(0.02, lambda: self.memory.__setitem__(pages, rows), "late scatter")
+            self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.0))
+
+    patch.setattr(SimDataPlane, "_scatter", scatter)
+
+
+def ignore_epoch(patch):
+    """A process that restarted in the same seat is taken for its predecessor: the gateway waits for its answers."""
+    on_view = GatewayCore._on_view
+
+    def mutated(self, view, now, out):
+        for request in self._requests.values():
+            state = request.state
+            if not isinstance(state, Waiting):
+                successor = next((one.stamp for one in view.members if one.stamp.worker == state.worker.worker), None)
+                if successor is not None and successor != state.worker:
+                    self._leave(request)
+                    self._placed[successor] = self._placed.get(successor, 0) + 1
+                    request.state = dataclasses.replace(state, worker=successor)
+        on_view(self, view, now, out)
+
+    def no_answer(self, gateway, key, failure):
+        return None
+
+    patch.setattr(GatewayCore, "_on_view", mutated)
+    patch.setattr(Outbox, "refuse", no_answer)
+
+
+def free_source_on_stopping(patch):
+    """Prefill gives its pages back when the attempt is over, though a reader may be left."""
+    stop = PrefillCore._stop
+
+    def mutated(self, request):
+        stop(self, request)
+        if request.number not in self._launched:
+            self._give_back(request)
+
+    patch.setattr(PrefillCore, "_stop", mutated)
+
+
+def silence_is_proof(patch):
+    """The source takes a silent reader for a dead one."""
+
+    def mutated(self, worker, now):
+        effects = []
+        for book in (self._sinks, self._sources):
+            for key in book.keys_of(lambda peer: peer.worker == worker, ended_too=False):
+                effects += book.apply(key, PeerDead(), now)
+        return self._out(effects)
+
+    patch.setattr(Endpoint, "on_peer_silent", mutated)
+
+
+def insert_what_has_not_landed(patch):
+    """A failed hand-off counts everything that was promised as landed."""
+    failed = DecodeCore._on_sink_failed
+
+    def mutated(self, event, now):
+        request = self._by_handoff[event.key]
+        failed(self, dataclasses.replace(event, landed_until=request.fill_len), now)
+
+    patch.setattr(DecodeCore, "_on_sink_failed", mutated)
+
+
+def say_the_end_once(patch):
+    """The last message is not repeated."""
+    patch.setattr(Outbox, "on_timer", lambda self, now: self._resends.pop_due(now) and None)
+
+
+def never_ask_for_gaps(patch):
+    """Outputs are taken as they come."""
+    on_output = GatewayCore._on_output
+
+    def mutated(self, sender, message, now, out):
+        request = self._requests.get(message.request_id)
+        if request is not None and message.first_index > len(request.outputs):
+            message = msgspec.structs.replace(message, first_index=len(request.outputs))
+        on_output(self, sender, message, now, out)
+
+    patch.setattr(GatewayCore, "_on_output", mutated)
+
+
+def leak_a_lock(patch):
+    """Every 50th release forgets a lock on the tree."""
+    release = KvPool.release_kv_cache
+    calls = 0
+
+    def mutated(self, holder, tokens, is_insert=True):
+        nonlocal calls
+        calls += 1
+        if calls % 50 == 0:
+            self.prefix.lock(self.prefix.match_prefix(np.ascontiguousarray(tokens, dtype=np.int32)))
+        release(self, holder, tokens, is_insert)
+
+    patch.setattr(KvPool, "release_kv_cache", mutated)
+
+
+def no_cancel_to_old_placements(patch):
+    """A placement that was given up is not told."""
+    patch.setattr(GatewayCore, "_release_current", lambda self, request, now, out: None)
+    patch.setattr(GatewayCore, "_let_go", lambda self, *rest: None)
+
+
+MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    free_on_abort_without_fence,
+    acknowledge_before_scatter,
+    ignore_epoch,
+    free_source_on_stopping,
+    silence_is_proof,
+    insert_what_has_not_landed,
+    say_the_end_once,
+    never_ask_for_gaps,
+    leak_a_lock,
+    no_cancel_to_old_placements,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.__name__)
+def test_the_world_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    how = noticed()
+    assert how, "no scenario and no seed noticed"
+    print(f"\n{mutation.__name__} noticed by {how[:200]}")
