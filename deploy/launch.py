@@ -99,20 +99,30 @@ class ClusterHandle:
 
     def worker_status(self, timeout_s: float = 5.0) -> dict[WorkerId, Any]:
         """Each live process's own status; processes that do not answer in time are left out."""
-        refs = {
-            actor.status.remote(): member.stamp.worker
-            for member in self.status().members
-            if (actor := self.actor(member.stamp.worker)) is not None
-        }
+        refs: dict[Any, WorkerId] = {}
+        for stamp in [member.stamp for member in self.status().members]:
+            actor = find_process(self.plan.config.cluster, actor_name(stamp.worker, stamp.incarnation))
+            if actor is not None:
+                refs[actor.status.remote()] = stamp.worker
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         statuses: dict[WorkerId, Any] = {}
         for ref in answered:
-            with contextlib.suppress(RayActorError):
+            with contextlib.suppress(RayError):
                 statuses[refs[ref]] = ray.get(ref)
         return statuses
 
+    def drain(self, timeout_s: float) -> bool:
+        """The gateways admit nothing new and finish what runs. False: not all of it ended in time."""
+        gateways = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == "gateway"]
+        actors = [actor for worker in gateways if (actor := self.actor(worker)) is not None]
+        try:
+            return all(ray.get([actor.drain.remote(timeout_s) for actor in actors], timeout=timeout_s + CALL_TIMEOUT_S))
+        except RayError:
+            return False
+
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """Ends every process of the cluster, and the local Ray with them. Raises LaunchError when one is left."""
+        """Ends every process of the cluster, and the local Ray with them; what runs is lost (`drain` before). Raises
+        LaunchError when a process is left."""
         left = ""
         try:
             self._stop_workers(timeout_s)

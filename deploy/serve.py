@@ -21,6 +21,7 @@ from baton.deploy.launch import ClusterHandle, launch
 from baton.deploy.tokenizer import FAKE_MODEL, FakeModelInfo
 
 WATCH_INTERVAL_S = 1.0
+DRAIN_S = 10.0
 FAKE_NUM_PAGES = 4096
 
 
@@ -86,6 +87,8 @@ def serve(layers: Sequence[Layer], ray_address: str | None, console: Console) ->
         _show_how_to_ask(handle, console)
         with _told_to_stop() as stop:
             _watch(handle, stop, console)
+        console.print(f"[dim]finishing what runs, at most {DRAIN_S:.0f} s (Ctrl-C: do not wait)[/]")
+        handle.drain(DRAIN_S)
 
 
 def _show_how_to_ask(handle: ClusterHandle, console: Console) -> None:

@@ -152,6 +152,9 @@ class WorkerProcess:
         if self._loaded is not None:
             return
         pin_process(self._spec.cores)
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        if niceness > 0:
+            _log.warning("low_priority", niceness=niceness, advice="start Ray with RAY_worker_niceness=0")
         loaded = self._load()
         self._loaded = loaded
         loaded.io.set_controller(self._controller_address)  # which may have moved while this was loading

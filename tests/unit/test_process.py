@@ -1,0 +1,95 @@
+"""Pid records, and the proof that a process is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.transfer.process import (
+    actor_name,
+    parse_actor_name,
+    reap,
+    reap_all_except,
+    recorded_pid,
+    register_process,
+)
+
+CHILD = """
+import sys
+from baton.transfer.process import register_process
+register_process(sys.argv[1], sys.argv[2])
+print("registered", flush=True)
+sys.stdin.read()
+"""
+
+
+def start(run_dir: Path, name: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(run_dir), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "registered\n"
+    return child
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with start(tmp_path, "decode-0@1") as made:
+        yield made
+        made.kill()
+
+
+def test_a_process_is_found_killed_and_proven_gone(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    assert recorded_pid(str(tmp_path), "decode-0@1") == child.pid
+    assert reap(str(tmp_path), "decode-0@1", grace_s=0.0, timeout_s=10.0)
+    assert child.wait(0) == -signal.SIGKILL
+    assert recorded_pid(str(tmp_path), "decode-0@1") is None
+
+
+def test_a_stopped_process_is_killed_too(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    assert reap(str(tmp_path), "decode-0@1", grace_s=0.0, timeout_s=10.0)
+    assert child.wait(0) == -signal.SIGKILL
+
+
+def test_a_process_that_goes_by_itself_is_not_killed(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.close()
+    assert reap(str(tmp_path), "decode-0@1", grace_s=10.0, timeout_s=10.0)
+    assert child.wait(0) == 0
+
+
+def test_who_never_was_here_is_gone(tmp_path: Path) -> None:
+    assert reap(str(tmp_path), "decode-7@3", grace_s=0.0, timeout_s=0.0)
+
+
+def test_a_recycled_pid_is_left_alone(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    (tmp_path / "decode-0@1").write_text(f"{child.pid} 1")
+    assert reap(str(tmp_path), "decode-0@1", grace_s=0.0, timeout_s=10.0)
+    assert child.poll() is None
+
+
+def test_strangers_are_reaped_and_the_known_kept(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    with start(tmp_path, "prefill-0@4") as stranger:
+        assert reap_all_except(str(tmp_path), frozenset({"decode-0@1"}), timeout_s=10.0)
+        assert stranger.wait(0) == -signal.SIGKILL
+    assert child.poll() is None
+
+
+def test_registering_again_replaces_the_record(tmp_path: Path) -> None:
+    register_process(str(tmp_path), "me@1")
+    register_process(str(tmp_path), "me@1")
+    assert recorded_pid(str(tmp_path), "me@1") == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == ["me@1"]
+
+
+def test_names_carry_the_incarnation() -> None:
+    assert parse_actor_name(actor_name("decode-1", 12)) == ("decode-1", 12)  # type: ignore[arg-type]
+    for foreign in ("controller", "decode-1", "@3", "decode-1@x", "decode-1@"):
+        assert parse_actor_name(foreign) is None
