@@ -33,6 +33,13 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m baton.transfer.session.table --check docs/TRANSFER-PROTOCOL.md
 
+# Many more seeds than `make test` runs; FIRST=n starts elsewhere.
+FIRST ?= 0
+SEEDS ?= 5000
+sim: $(READY)
+	$(BIN)/python -m baton.deploy.sim --seed $(FIRST) --seeds $(SEEDS)
+	$(BIN)/python -m pytest -m slow tests/sim
+
 # A hundred processes killed at random moments under load; minutes.
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py

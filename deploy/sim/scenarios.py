@@ -321,11 +321,16 @@ def source_crash(seed: int) -> Scenario:
         (session,) = [one for one in worker.endpoint.sessions() if one.key == event.key]
         plan.world.crash(session.peer.worker)
 
-    def third(details: object) -> bool:
-        event = _event(details)
-        return isinstance(event, Landed) and event.seq == 2
+    landed: set[tuple[HandoffKey, int]] = set()
 
-    plan.once("landing_ended", third, crash_source)
+    def first_two(details: object) -> bool:
+        event = _event(details)
+        if isinstance(event, Landed):
+            landed.add((event.key, event.seq))
+            return {(event.key, 0), (event.key, 1)} <= landed
+        return False
+
+    plan.once("landing_ended", first_two, crash_source)
 
     def look(world: World, details: object) -> None:
         event = _event(details)
