@@ -10,15 +10,14 @@ Owns: the replacement of a model's linear layers. Never: keeps a second copy of 
 from __future__ import annotations
 
 import ctypes
-import mmap
 
 import torch
 from torch import nn
 
 from baton.common.engine.kernels import Kernels, LinearArgs
+from baton.common.memory import system_memory
 
 PANEL = 64  # kPanel in csrc/linear.cpp
-_ALIGN_FLOATS = 64
 
 
 class CompiledLinear(nn.Module):
@@ -80,7 +79,8 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
         if type(child) is nn.Linear
     ]
     compiled = [child for _, _, child in found if kernels is not None and child.weight.dtype == torch.float32]
-    arena = _huge_floats(sum(packed_floats(child) for child in compiled)) if compiled else torch.empty(0)
+    floats = sum(packed_floats(child) for child in compiled)
+    arena = system_memory(4 * floats).view(torch.float32) if floats else torch.empty(0)  # one block: one stream
     for parent, name, child in found:
         if kernels is not None and child.weight.dtype == torch.float32:
             size = packed_floats(child)
@@ -93,11 +93,3 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
 def packed_floats(linear: nn.Linear) -> int:
     """Floats of a packed weight: outputs rounded up to whole panels."""
     return -(-linear.out_features // PANEL) * PANEL * linear.in_features
-
-
-def _huge_floats(count: int) -> torch.Tensor:
-    """One allocation for all weights, in huge pages where the system gives them: streaming through it then is not
-    slowed down by address translation."""
-    memory = mmap.mmap(-1, 4 * count)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32)

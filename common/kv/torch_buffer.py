@@ -7,11 +7,14 @@ Never: decides which page belongs to whom.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from baton.common.memory import system_memory
 
 LAYOUT = "page-layer-kv-head-token-dim/1"
 
@@ -33,7 +36,8 @@ class TorchKvBuffer:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
-        self.pool = torch.zeros(shape, dtype=getattr(torch, dtype))
+        kind: torch.dtype = getattr(torch, dtype)
+        self.pool = system_memory(math.prod(shape) * kind.itemsize).view(kind).view(shape)
         self.page_bytes = self.pool[0].numel() * self.pool.element_size()
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ import torch
 
 from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, load_kernels
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention
+from baton.common.memory import system_memory
 
 ROWS = ((1, 1), (1, 17), (5, 5), (3, 70), (65, 130), (1, 600), (2, 1100), (130, 131), (1, 64))  # (queries, KV length)
 PLAIN = TorchPagedAttention()
@@ -107,7 +108,9 @@ def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> N
     page_size, head_dim, layers = 16, 64, 16
     page_elements = layers * 2 * 2 * page_size * head_dim
     num_pages = (1 << 31) // page_elements + 8
-    pool = torch.zeros(num_pages, layers, 2, 2, page_size, head_dim, dtype=torch.bfloat16)
+    pool = (
+        system_memory(num_pages * page_elements * 2).view(torch.bfloat16).view(num_pages, layers, 2, 2, page_size, -1)
+    )
     plan = make_plan(((20, 20),), page_size, iter((num_pages - 1, num_pages - 3)))
     query, key, value = (torch.randn(20, heads, head_dim).bfloat16() for heads in (4, 2, 2))
     ours = compiled.attend(query, key, value, pool, layers - 1, plan, AttentionParams(0.125))
