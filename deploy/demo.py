@@ -23,13 +23,13 @@ IDLE_WAIT_S = 15.0
 
 PROMPTS: tuple[tuple[str, tuple[Message, ...]], ...] = (
     ("capital", ({"role": "user", "content": "What is the capital of France?"},)),
-    ("haiku", ({"role": "user", "content": "Write a haiku about passing a baton."},)),
+    ("sky", ({"role": "user", "content": "Explain in two sentences why the sky is blue."},)),
     (
         "follow-up",
         (
             {"role": "user", "content": "What is the capital of France?"},
             {"role": "assistant", "content": "The capital of France is Paris."},
-            {"role": "user", "content": "And which river runs through it?"},
+            {"role": "user", "content": "What is it famous for?"},
         ),
     ),
     (
@@ -40,8 +40,7 @@ PROMPTS: tuple[tuple[str, tuple[Message, ...]], ...] = (
                 "content": "Summarize in one sentence: A relay race is a race in which the members of a team take "
                 "turns running parts of a circuit. Each runner carries a baton and hands it to the next within a zone "
                 "of twenty metres. A team that drops the baton may pick it up again, but a team that hands it over "
-                "outside the zone is disqualified. Good teams lose almost no speed at the exchange: the next runner "
-                "starts before the baton arrives, and both run side by side for a moment.",
+                "outside the zone is disqualified.",
             },
         ),
     ),

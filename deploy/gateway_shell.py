@@ -284,7 +284,9 @@ class Gateway:
         return [worker for worker, member in self._members.items() if member.role == "decode"]
 
     def _load_of(self, worker: WorkerId) -> Load:
-        return self._loads.get(worker, self._members[worker].load)
+        """From its last heartbeat. A gateway that sends none to us is ourselves."""
+        member = self._members[worker]
+        return self._loads.get(worker, self.load() if member.role == "gateway" else member.load)
 
     async def status(self) -> GatewayStatus:
         ready, reason = self.readiness()

@@ -61,7 +61,7 @@ class HttpApi:
         app = FastAPI(title="Baton", version=self._gateway.version, docs_url=None, redoc_url=None, openapi_url=None)
         for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
             app.add_api_route(path, self._generation(path, kind), methods=["POST"])
-        for path, handler in {
+        pages: dict[str, Callable[..., Awaitable[Response]]] = {
             "/v1/models": self.models,
             "/live": self.live,
             "/ready": self.ready,
@@ -70,7 +70,8 @@ class HttpApi:
             "/version": self.version,
             "/status": self.status,
             "/kv/{worker}/{page}": self.page_owner,
-        }.items():
+        }
+        for path, handler in pages.items():
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
         app.add_exception_handler(Exception, self.internal_error)

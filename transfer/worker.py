@@ -297,6 +297,9 @@ class WorkerProcess:
     def page_owner(self, page: int) -> str:
         """Who holds this page and since when, for people. Raises ValueError for a page that the pool does not have."""
         loaded = self._running
+        total = loaded.pool.total_pages
+        if not 1 <= page <= total:  # here, not on the engine thread: whatever raises there ends the process
+            raise ValueError(f"page {page}: this pool has pages 1 to {total}")
         owner = loaded.engine.call(lambda: who_holds(loaded.pool, page, loaded.core.holdings())).result(CALL_TIMEOUT_S)
         since = "" if owner.since_s is None else f" for {self._clock.now() - owner.since_s:.1f} s"
         readers = f", read by {', '.join(owner.readers)}" if owner.readers else ""
