@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol, cast, final
 
 import numpy as np
 
@@ -78,11 +79,37 @@ class AnswerEnd:
 AnswerEvent = AnswerDelta | AnswerEnd
 
 
-@dataclass(slots=True)
+@final
 class _Running:
-    """One answer in the making. `arrived` holds the core's effects for it."""
+    """One answer in the making: the core's effects for it, until they are taken."""
 
-    arrived: asyncio.Queue[TokensArrived | RequestEnded] = field(default_factory=asyncio.Queue)
+    __slots__ = ("_arrived", "_filled")
+
+    def __init__(self) -> None:
+        self._arrived: deque[TokensArrived | RequestEnded] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, event: TokensArrived | RequestEnded) -> None:
+        self._arrived.append(event)
+        self._filled.set()
+
+    async def take(self) -> TokensArrived | RequestEnded:
+        """The next event. Tokens that wait are taken together: who reads slowly gets larger pieces, and a burst does
+        not keep the loop from the others."""
+        while not self._arrived:
+            self._filled.clear()
+            await self._filled.wait()
+        first = self._arrived.popleft()
+        if isinstance(first, RequestEnded):
+            return first
+        more: list[TokensArrived] = []
+        while self._arrived and isinstance(self._arrived[0], TokensArrived):
+            more.append(cast(TokensArrived, self._arrived.popleft()))
+        if not more:
+            return first
+        tokens = chain(first.tokens, *(event.tokens for event in more))
+        logprobs = chain(first.logprobs, *(event.logprobs for event in more))
+        return TokensArrived(first.request_id, first.first_index, tuple(tokens), tuple(logprobs))
 
 
 class Gateway:
@@ -146,7 +173,7 @@ class Gateway:
             if isinstance(effect, SendTo):
                 self._post(effect)
             elif (running := self._running.get(effect.request_id)) is not None:
-                running.arrived.put_nowait(effect)
+                running.put(effect)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -203,7 +230,7 @@ class Gateway:
         text = AnswerText(self.model.tokenizer, stops)
         completion_tokens, ttft_s, last_s, stopped = 0, None, arrived_s, False
         while True:
-            event = await running.arrived.get()
+            event = await running.take()
             now = self._clock.now()
             if isinstance(event, RequestEnded):
                 break

@@ -40,11 +40,17 @@ def test_chat_and_complete(client: Client) -> None:
     assert client.model() == "fake"
 
 
-def test_a_stream_gives_text_and_then_the_answer(client: Client) -> None:
-    stream = client.stream([{"role": "user", "content": "hi"}])
-    parts = list(stream)
-    assert len(parts) > 5
-    assert "".join(parts) == stream.answer.text == TEXT
+def test_a_stream_gives_text_as_it_comes_and_then_the_answer() -> None:
+    with serving(Loopback(script=saying(TEXT), pace_s=0.01)) as served, Client(served.url) as client:
+        stream = client.stream([{"role": "user", "content": "hi"}])
+        parts = list(stream)
+        assert len(parts) > 5
+        assert "".join(parts) == stream.answer.text == TEXT
+
+
+def test_a_burst_is_taken_in_one_piece(client: Client) -> None:
+    """What waits is taken together: a slow reader costs few events, and nobody else's time."""
+    assert len(list(client.stream("x", max_tokens=100))) < 5
 
 
 def test_jobs_run_at_the_same_time(client: Client) -> None:
