@@ -47,12 +47,6 @@ def forbid_downloads() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def prefer_huge_pages() -> None:
-    """Sets `THP_MEM_ALLOC_ENABLE=1` unless the user chose otherwise: torch then asks for huge pages for its large
-    allocations, and streaming weights through the caches costs fewer TLB misses. Call before the first large tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
 def prepare_ray() -> None:
     """Sets, unless the user chose otherwise, before `ray.init`: `RAY_AUTH_MODE=disabled` (its default depends on
     whether a token file lies around, and a cluster whose processes disagree does not start),
