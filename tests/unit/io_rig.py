@@ -1,0 +1,249 @@
+"""Two I/O threads and a stand-in for the controller, for tests of whole hand-offs without engines."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, TransferConfig
+from baton.common.engine.core_api import MembershipView
+from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.messages import Body, Heartbeat, Hello, Load, Member, Membership, SamplingParams
+from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
+from baton.transfer.io import IoThread
+from baton.transfer.lanes import LaneFactory, build_lanes
+from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.testing_ends import die_with_parent, random_pool
+
+PAGE_SIZE = 4
+PAGE_BYTES = 4096
+NUM_PAGES = 128
+WAIT_S = 30.0
+CONTROLLER = Stamp(WorkerId("controller"), 1, Epoch(1))
+
+
+def io_config(*lanes: str, dead_after_s: float = 3.0) -> ClusterConfig:
+    return ClusterConfig(
+        kv=KvConfig(page_size=PAGE_SIZE),
+        transfer=TransferConfig(
+            lanes=lanes, staging_ring_bytes=16 * 16384, region_bytes=16384, credit_regions=2, resend_after_s=0.2
+        ),
+        liveness=LivenessConfig(heartbeat_interval_s=0.1, suspect_after_s=dead_after_s / 2, dead_after_s=dead_after_s),
+    )
+
+
+class Events:
+    """What an I/O thread delivered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._items: list[object] = []
+        self._came = threading.Condition()
+
+    def __call__(self, event: object) -> None:
+        with self._came:
+            self._items.append(event)
+            self._came.notify_all()
+
+    def of(self, kind: type) -> list:
+        with self._came:
+            return [item for item in self._items if isinstance(item, kind)]
+
+    def wait(self, kind: type, count: int = 1, wait_s: float = WAIT_S) -> list:
+        """The first `count` events of a kind, as soon as they are there."""
+        with self._came:
+            there = self._came.wait_for(lambda: len(self.of_locked(kind)) >= count, wait_s)
+            assert there, f"{kind.__name__} did not come; there are {self._items}"
+            return self.of_locked(kind)[:count]
+
+    def of_locked(self, kind: type) -> list:
+        return [item for item in self._items if isinstance(item, kind)]
+
+    def wait_view(self, good: Callable[[MembershipView], bool]) -> MembershipView:
+        with self._came:
+            views: list[MembershipView] = []
+
+            def found() -> bool:
+                views[:] = [view for view in self.of_locked(MembershipView) if good(view)]
+                return bool(views)
+
+            assert self._came.wait_for(found, WAIT_S), self.of_locked(MembershipView)
+            return views[-1]
+
+
+class StandInController:
+    """Admits everybody who says Hello, and publishes whatever members a test wants. Runs on its own thread."""
+
+    def __init__(self, keys: ClusterKeys | None, answer: Callable[[Member], Body | None] = lambda member: None) -> None:
+        self._mesh = Mesh(CONTROLLER, "127.0.0.1", keys)
+        self.address = self._mesh.address
+        self._answer = answer
+        self._members: dict[WorkerId, Member] = {}
+        self._removed: set[Stamp] = set()
+        self._version = 0
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def remove(self, worker: str) -> None:
+        """Publishes a membership without `worker`: its process is proven dead."""
+        with self._lock:
+            self._removed.add(self._members.pop(WorkerId(worker)).stamp)
+            self._version += 1
+        self._mesh.wake()
+
+    def close(self) -> None:
+        self._stopping = True
+        self._mesh.wake()
+        self._thread.join(WAIT_S)
+        self._mesh.close()
+
+    def _run(self) -> None:
+        published, beat_at_s = 0, 0.0
+        while not self._stopping:
+            frames = self._mesh.poll(0.05)
+            with self._lock:
+                for frame in frames:
+                    if isinstance(frame.body, Hello):
+                        self._on_hello(frame.body.member)
+                if self._version > published or time.monotonic() > beat_at_s:
+                    published, beat_at_s = self._version, time.monotonic() + 0.2
+                    membership = Membership(version=self._version, members=tuple(self._members.values()))
+                    for worker, member in self._members.items():
+                        self._mesh.connect(worker, member.address)
+                        self._mesh.send(worker, member.stamp.epoch, membership)
+                        self._mesh.send(worker, member.stamp.epoch, Heartbeat())
+
+    def _on_hello(self, member: Member) -> None:
+        worker = member.stamp.worker
+        answer = self._answer(member)
+        if answer is not None:
+            self._mesh.connect(worker, member.address)
+            self._mesh.send(worker, member.stamp.epoch, answer)
+        elif member.stamp not in self._removed and self._members.get(worker) != member:
+            self._members[worker] = member
+            self._version += 1
+
+
+class Worker:
+    """An I/O thread with a numpy pool and the events it delivered. A prefill worker serves offers by itself."""
+
+    def __init__(
+        self,
+        worker: str,
+        role: str,
+        epoch: int,
+        config: ClusterConfig,
+        keys: ClusterKeys | None,
+        controller: str,
+        lanes: LaneFactory = build_lanes,
+    ) -> None:
+        self.stamp = Stamp(WorkerId(worker), 1, Epoch(epoch))
+        self.buffer = NumpyKvBuffer(NUM_PAGES, PAGE_BYTES, PAGE_SIZE)
+        self.pool = self.buffer.as_bytes()
+        self.events = Events()
+        self.fatal = threading.Event()
+        self.hold_regions = threading.Event()  # set: a prefill worker stops after its first region
+        self.io = IoThread(
+            self.stamp,
+            role,
+            config,
+            self.buffer,
+            keys,
+            self._deliver,
+            controller_address=controller,
+            load=lambda: Load(running=3),
+            on_fatal=self.fatal.set,
+            lanes=lanes,
+        )
+        self.io.start()
+
+    def close(self) -> None:
+        assert self.io.stop(WAIT_S)
+
+    def _deliver(self, event: object) -> None:
+        self.events(event)
+        if isinstance(event, OfferReceived):
+            self._prefill(event)
+
+    def _prefill(self, offer: OfferReceived) -> None:
+        """Ships the pages in chunks of five, as if each had just been computed."""
+        first_page, pages = offer.start // PAGE_SIZE, -(-len(offer.tokens) // PAGE_SIZE)
+        chunk = 5
+        for page in range(first_page, pages, chunk):
+            first, end = page * PAGE_SIZE, min((page + chunk) * PAGE_SIZE, len(offer.tokens))
+            ids = np.arange(page + 1, min(page + chunk, pages) + 1, dtype=np.int32)
+            self.io.post(ShipRegion(offer.key, first, end - first, ids))
+            if self.hold_regions.is_set():
+                return
+        self.io.post(FinishSource(offer.key, PrefillResult(77, None, 0.5, 0)))
+
+
+def open_sink(sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0, ttl_s: float = WAIT_S) -> OpenSink:
+    """Asks for `tokens` tokens; destination pages descend from 100, so that they differ from the source's."""
+    pages = -(-tokens // PAGE_SIZE) - start // PAGE_SIZE
+    command = OpenSink(
+        key=HandoffKey(HandoffId(handoff), 1),
+        peer=WorkerId(peer),
+        request_id=RequestId(f"r{handoff}"),
+        tokens=np.arange(tokens, dtype=np.int32),
+        start=start,
+        pages=np.arange(100, 100 - pages, -1, dtype=np.int32),
+        sample=True,
+        sampling=SamplingParams(),
+        deadline_s=time.monotonic() + ttl_s,
+    )
+    sink.io.post(command)
+    return command
+
+
+def expected_pages(command: OpenSink, seed: int = 5) -> np.ndarray:
+    first = command.start // PAGE_SIZE
+    return random_pool(NUM_PAGES, PAGE_BYTES, seed)[1 + first : 1 + first + len(command.pages)]
+
+
+def _run_prefill(pipe: Connection, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool) -> None:
+    die_with_parent()
+    worker = Worker("prefill-0", "prefill", 22, config, keys, controller)
+    worker.pool[:] = random_pool(NUM_PAGES, PAGE_BYTES, 5)
+    if hold:
+        worker.hold_regions.set()
+    assert worker.io.wait_admitted(WAIT_S) is True
+    pipe.send(os.getpid())
+    pipe.recv()
+    worker.close()
+    pipe.send(None)
+
+
+class PrefillProcess:
+    """A prefill `Worker` in a child process."""
+
+    def __init__(self, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_prefill, args=(theirs, config, keys, controller, hold), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._pipe.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(WAIT_S)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._pipe.recv()
+            self._process.join(WAIT_S)
+        self._pipe.close()

@@ -1,0 +1,320 @@
+"""Whole hand-offs between two I/O threads, in one process and in two, on every lane; and what happens when one dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from io_rig import (
+    NUM_PAGES,
+    PAGE_BYTES,
+    WAIT_S,
+    PrefillProcess,
+    StandInController,
+    Worker,
+    expected_pages,
+    io_config,
+    open_sink,
+)
+
+from baton.common.config import ClusterConfig
+from baton.common.engine.batch import KvBuffer
+from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.errors import ConfigError
+from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
+from baton.common.messages import PROTOCOL_VERSION, Body, CancelRequest, Frame, Heartbeat, Member, Membership, Reject
+from baton.transfer.api import SinkCommitted, SinkFailed, SourceAborted, SourceReleased
+from baton.transfer.io import IoThread, Rejected
+from baton.transfer.lanes import Lanes
+from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.testing_ends import random_pool
+from baton.transfer.transports.inproc import InprocHub, InprocTransport
+from baton.transfer.transports.ucx import why_unavailable
+
+KEYS = ClusterKeys.generate()
+LANES = ["inproc", "local", "zmq", pytest.param("ucx", marks=pytest.mark.skipif(bool(why_unavailable()), reason="ucx"))]
+PROCESS_LANES = LANES[1:]
+
+
+@pytest.fixture
+def controller() -> Iterator[StandInController]:
+    running = StandInController(KEYS)
+    yield running
+    running.close()
+
+
+def start_pair(lane: str, controller: StandInController) -> tuple[Worker, Worker]:
+    hub = InprocHub()
+
+    def inproc(stamp: Stamp, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer) -> Lanes:
+        return Lanes((InprocTransport(stamp, hub, mesh),))
+
+    config = io_config(lane)
+    more = {"lanes": inproc} if lane == "inproc" else {}
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address, **more)
+    prefill = Worker("prefill-0", "prefill", 22, config, KEYS, controller.address, **more)
+    prefill.pool[:] = random_pool(NUM_PAGES, PAGE_BYTES, 5)
+    wait_for_peer(decode)
+    return decode, prefill
+
+
+def wait_for_peer(worker: Worker) -> None:
+    assert worker.io.wait_admitted(WAIT_S) is True
+    worker.events.wait_view(lambda view: len(view.members) == 2)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_hand_offs_arrive_whole_and_both_sides_are_told(lane: str, controller: StandInController) -> None:
+    decode, prefill = start_pair(lane, controller)
+    try:
+        commands = [
+            open_sink(decode, "prefill-0", tokens, handoff, start)
+            for handoff, (tokens, start) in enumerate([(1, 0), (4, 0), (50, 8), (157, 0)], start=1)
+        ]
+        committed = decode.events.wait(SinkCommitted, 4)
+        assert {event.key for event in committed} == {command.key for command in commands}
+        assert {event.lane for event in committed} == {lane}
+        assert {event.result.first_token for event in committed} == {77}
+        largest = commands[-1]  # the others have written some of the same pages, with the same or older content
+        assert sum(event.nbytes for event in committed) == sum(len(c.pages) for c in commands) * PAGE_BYTES
+        prefill.events.wait(SourceReleased, 4)
+        decode.pool[:] = 0
+        again = open_sink(decode, "prefill-0", len(largest.tokens), 99)
+        decode.events.wait(SinkCommitted, 5)
+        assert np.array_equal(decode.pool[again.pages], expected_pages(again))
+        assert not decode.pool[np.setdiff1d(np.arange(NUM_PAGES), again.pages)].any()
+        assert not decode.events.of(SinkFailed)
+        check_counters(decode, prefill, lane)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def check_counters(decode: Worker, prefill: Worker, lane: str) -> None:
+    """What one side sent the other received, and nothing is under way any more."""
+
+    def agree() -> bool:
+        ours, theirs = decode.io.snapshot().data, prefill.io.snapshot().data
+        assert ours is not None
+        assert theirs is not None
+        received = ours.counters.get((WorkerId("prefill-0"), lane))
+        sent = theirs.counters.get((WorkerId("decode-0"), lane))
+        idle = ours.open_sinks == ours.open_operations == theirs.open_operations == 0
+        return idle and received is not None and sent is not None and received.bytes_in == sent.bytes_out > 0
+
+    wait_until(agree)
+
+
+@pytest.mark.parametrize("lane", PROCESS_LANES)
+def test_a_hand_off_between_processes_and_a_death_in_the_next(lane: str, controller: StandInController) -> None:
+    config = io_config(lane)
+    prefill = PrefillProcess(config, KEYS, controller.address)
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    try:
+        wait_for_peer(decode)
+        command = open_sink(decode, "prefill-0", 301, 1)
+        [event] = decode.events.wait(SinkCommitted)
+        assert (event.lane, event.nbytes) == (lane, len(command.pages) * PAGE_BYTES)
+        assert np.array_equal(decode.pool[command.pages], expected_pages(command))
+        prefill.kill()
+        controller.remove("prefill-0")
+        decode.events.wait_view(lambda view: len(view.members) == 1)
+        lost = open_sink(decode, "prefill-0", 301, 2)
+        [failed] = decode.events.wait(SinkFailed)
+        assert (failed.key, failed.peer_lost, failed.landed_until) == (lost.key, True, 0)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+@pytest.mark.parametrize("lane", ["local", "zmq"])
+def test_a_source_killed_midway_fails_the_sink_with_what_had_landed(lane: str, controller: StandInController) -> None:
+    config = io_config(lane)
+    prefill = PrefillProcess(config, KEYS, controller.address, hold=True)
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    try:
+        wait_for_peer(decode)
+        command = open_sink(decode, "prefill-0", 200, 1)
+        wait_until(lambda: bytes_in(decode, lane) == 5 * PAGE_BYTES)
+        prefill.kill()
+        controller.remove("prefill-0")
+        [failed] = decode.events.wait(SinkFailed)
+        assert (failed.peer_lost, failed.landed_until) == (True, 20)
+        assert np.array_equal(decode.pool[command.pages[:5]], expected_pages(command)[:5])
+        assert not decode.pool[command.pages[5:]].any()
+        wait_until(lambda: slots_free(decode))
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_stopped_source_is_silent_and_heard_again(controller: StandInController) -> None:
+    config = io_config("zmq", dead_after_s=0.8)
+    prefill = PrefillProcess(config, KEYS, controller.address, hold=True)
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    try:
+        wait_for_peer(decode)
+        open_sink(decode, "prefill-0", 200, 1)
+        wait_until(lambda: bytes_in(decode, "zmq") > 0)
+        prefill.signal(signal.SIGSTOP)
+        [failed] = decode.events.wait(SinkFailed)
+        assert failed.peer_lost
+        assert decode.events.wait_view(lambda view: bool(view.silent)).silent == {WorkerId("prefill-0")}
+        prefill.signal(signal.SIGCONT)
+        wait_until(lambda: not decode.io.snapshot().silent)
+        assert not decode.events.of(MembershipView)[-1].silent
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_dead_sink_gives_the_source_its_pages_back(controller: StandInController) -> None:
+    decode, prefill = start_pair("local", controller)
+    try:
+        prefill.hold_regions.set()
+        open_sink(decode, "prefill-0", 200, 1)
+        wait_until(lambda: bytes_in(decode, "local") > 0)
+        decode.close()
+        controller.remove("decode-0")
+        prefill.events.wait(SourceAborted)
+    finally:
+        prefill.close()
+
+
+def test_an_abandoned_deadline_fails_the_sink_in_time(controller: StandInController) -> None:
+    decode, prefill = start_pair("zmq", controller)
+    try:
+        prefill.hold_regions.set()
+        open_sink(decode, "prefill-0", 200, 1, ttl_s=0.5)
+        [failed] = decode.events.wait(SinkFailed, wait_s=10.0)
+        assert failed.landed_until <= 20
+        prefill.events.wait(SourceAborted)
+        wait_until(lambda: slots_free(decode))
+    finally:
+        decode.close()
+        prefill.close()
+
+
+# ------------------------------------------------------------------------------------- everything but hand-offs
+
+
+def test_messages_between_members_arrive_with_their_sender(controller: StandInController) -> None:
+    decode, prefill = start_pair("zmq", controller)
+    try:
+        body = CancelRequest(request_id=RequestId("r"), placement=0)
+        prefill.events.wait_view(lambda view: len(view.members) == 2)
+        decode.io.post(SendTo(WorkerId("prefill-0"), prefill.stamp.epoch, body))
+        assert prefill.events.wait(FromPeer) == [FromPeer(decode.stamp, body)]
+        decode.io.post(SendTo(WorkerId("prefill-0"), prefill.stamp.epoch - 1, body))  # for an earlier process
+        decode.io.post(SendTo(WorkerId("nobody"), 0, body))
+        wait_until(lambda: prefill.io.snapshot().mesh.foreign_epoch == 1)
+        assert len(prefill.events.of(FromPeer)) == 1
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_process_that_nobody_lists_is_not_heard(controller: StandInController) -> None:
+    decode, prefill = start_pair("zmq", controller)
+    stranger = Mesh(Stamp(WorkerId("prefill-0"), 0, Epoch(21)), "127.0.0.1", KEYS)  # the one before prefill-0
+    try:
+        stranger.connect(WorkerId("decode-0"), decode.io.member.address)
+        stranger.send(WorkerId("decode-0"), Epoch(0), CancelRequest(request_id=RequestId("r"), placement=0))
+        stranger.send(WorkerId("decode-0"), Epoch(0), Heartbeat())
+        wait_until(lambda: decode.io.snapshot().dropped.get("frame_of_unlisted_process", 0) >= 2)
+        assert not decode.events.of(FromPeer)
+    finally:
+        stranger.close()
+        decode.close()
+        prefill.close()
+
+
+def test_a_gateway_hears_loads_and_needs_no_pool(controller: StandInController) -> None:
+    heard: list[object] = []
+    config = io_config("zmq")
+    stamp = Stamp(WorkerId("gateway-0"), 1, Epoch(5))
+    gateway = IoThread(stamp, "gateway", config, None, KEYS, heard.append, controller_address=controller.address)
+    gateway.start()
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    try:
+        assert gateway.wait_admitted(WAIT_S) is True
+        wait_until(lambda: any(isinstance(e, FromPeer) and isinstance(e.body, Heartbeat) for e in list(heard)))
+        loads = [e.body.load for e in list(heard) if isinstance(e, FromPeer) and isinstance(e.body, Heartbeat)]
+        assert loads[0].running == 3
+    finally:
+        assert gateway.stop(WAIT_S)
+        decode.close()
+
+
+def test_a_rejection_says_which_fields_differ() -> None:
+    def refuse(member: Member) -> Body:
+        differences = {"page_size": f"{member.fingerprint['page_size']} != 16"}
+        return Reject(protocol_version=PROTOCOL_VERSION, reason="layouts differ", differences=differences)
+
+    controller = StandInController(KEYS, refuse)
+    decode = Worker("decode-0", "decode", 11, io_config("zmq"), KEYS, controller.address)
+    try:
+        answer = decode.io.wait_admitted(WAIT_S)
+        assert answer == Rejected("layouts differ", {"page_size": "4 != 16"})
+        assert decode.events.wait(Rejected) == [answer]
+    finally:
+        decode.close()
+        controller.close()
+
+
+def test_a_controller_that_moved_is_told_and_believed(controller: StandInController) -> None:
+    decode, prefill = start_pair("zmq", controller)
+    moved = Mesh(Stamp(WorkerId("controller"), 2, Epoch(3)), "127.0.0.1", KEYS)
+    try:
+        decode.io.set_controller(moved.address)
+        heard: list[Frame] = []
+        wait_until(lambda: heard.extend(moved.poll(0.01)) or bool(heard))
+        assert {(frame.src, type(frame.body)) for frame in heard} == {(decode.stamp, Heartbeat)}
+        moved.connect(decode.stamp.worker, decode.io.member.address)
+        moved.send(decode.stamp.worker, decode.stamp.epoch, Membership(version=7, members=(decode.io.member,)))
+        decode.events.wait_view(lambda view: view.version == 7)
+        # the earlier controller still talks; nobody listens
+        assert decode.io.wait_admitted(WAIT_S) is True
+        assert len(decode.events.of(MembershipView)[-1].members) == 1
+    finally:
+        moved.close()
+        decode.close()
+        prefill.close()
+
+
+def test_a_bug_in_the_thread_is_reported_once_and_ends_it(controller: StandInController) -> None:
+    worker = Worker("decode-0", "decode", 11, io_config("zmq"), KEYS, controller.address)
+    worker.io.post("no command at all")
+    assert worker.fatal.wait(WAIT_S)
+    assert worker.io.stop(WAIT_S)
+
+
+def test_an_address_that_is_not_ours_is_a_config_error() -> None:
+    config = ClusterConfig(bind_host="203.0.113.7")
+    with pytest.raises(ConfigError, match="bind_host"):
+        IoThread(Stamp(WorkerId("x"), 1, Epoch(2)), "decode", config, None, KEYS, print)
+
+
+def bytes_in(worker: Worker, lane: str) -> int:
+    data = worker.io.snapshot().data
+    assert data is not None
+    counters = data.counters.get((WorkerId("prefill-0"), lane))
+    return counters.bytes_in if counters is not None else 0
+
+
+def slots_free(worker: Worker) -> bool:
+    data = worker.io.snapshot().data
+    assert data is not None
+    return data.receive_slots == (16, 0, 0)
+
+
+def wait_until(true: object, wait_s: float = WAIT_S) -> None:
+    """Snapshots are published once per heartbeat; nothing wakes us when they change."""
+    assert callable(true)
+    deadline = time.monotonic() + wait_s
+    while not true():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.01)
