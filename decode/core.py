@@ -1,7 +1,8 @@
 """The brain of a decode worker: owns each request from Submit to its acknowledged last message.
 
-Owns: the queue, who runs, every KV record of this worker, and the decision where missing KV comes from (a prefill
-worker, or here). Never: talks to a socket, writes a page, or frees one that a hand-off or the running step may touch.
+Owns: every request and its KV record, and the decision where missing KV comes from (a prefill worker, or here). Parts:
+`waiting` (the queue), `steps` (what computes), `handoffs`, `peers`, `outbox` (what gateways are told). Never: talks to
+a socket, writes a page, or frees one that a hand-off or the running step may touch.
 
 Invariants:
 D1. Each accepted Submit gets exactly one last Output, at the latest at its deadline; it is repeated until acknowledged.
@@ -15,7 +16,6 @@ D5. Every output token follows from (prompt, earlier outputs, sampling) alone, s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -23,20 +23,18 @@ import numpy as np
 
 from baton.common.config import DecodeConfig, TransferConfig
 from baton.common.deadlines import Deadlines
-from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
-from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
-from baton.common.engine.policy import affinity_key, chunk_end, finish_reason, rendezvous_order
+from baton.common.engine.policy import finish_reason
 from baton.common.errors import ErrorCode
-from baton.common.ids import HandoffId, HandoffKey, Stamp, WorkerId
+from baton.common.ids import Stamp
 from baton.common.kv.census import Holding, OwnerClass
-from baton.common.kv.pool import KvPool, RefusalReason, Refused
+from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.messages import (
     CancelRequest,
     Failure,
     FinishAck,
     Load,
-    Member,
     Output,
     Resume,
     Submit,
@@ -44,9 +42,11 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.common.units import page_floor, pages_for_tokens
-from baton.decode.admission import BACKFILL_WINDOW, ActiveRequest, Admission, Admitted, Candidate
+from baton.common.units import pages_for_tokens
+from baton.decode.admission import ActiveRequest
+from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import NOT_HERE, Outbox
+from baton.decode.peers import Peers
 from baton.decode.request import (
     DecodeRequest,
     Done,
@@ -61,9 +61,10 @@ from baton.decode.request import (
     Times,
 )
 from baton.decode.retract import choose_victim
-from baton.transfer.api import AbortSink, OpenSink, SinkCommand, SinkCommitted, SinkFailed
+from baton.decode.steps import RUNNING, Steps
+from baton.decode.waiting import WaitingRequests
+from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
 
-_RUNNING = Running()
 _LEAVING = Leaving()
 
 
@@ -79,26 +80,17 @@ class DecodeCore:
         self._config = config
         self._transfer = transfer
         self._max_context_len = max_context_len
-        self._admission = Admission(pool, config.num_reserved_decode_tokens)
         self._outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
+        self._waiting = WaitingRequests(pool, config.num_reserved_decode_tokens)
+        self._handoffs = Handoffs(stamp.epoch)
+        self._peers = Peers()
+        self._compute = Steps(pool, config.chunk_tokens)
         self._requests: dict[RequestKey, DecodeRequest] = {}
-        self._by_handoff: dict[HandoffKey, DecodeRequest] = {}
-        self._queue: list[DecodeRequest] = []  # retracted ones first, then by arrival
-        self._prefilling: list[DecodeRequest] = []
-        self._running: list[DecodeRequest] = []  # oldest first
-        self._step_rows: list[DecodeRequest] = []  # of the launched step: decode rows, in batch order ...
-        self._step_chunks: list[tuple[DecodeRequest, int]] = []  # ... then chunks, with their KV length after it
         self._deadlines: Deadlines[RequestKey] = Deadlines()
         self._commands: list[SinkCommand] = []
-        self._members: dict[WorkerId, Member] = {}
-        self._silent: frozenset[WorkerId] = frozenset()
-        self._gone: dict[WorkerId, int] = {}  # highest incarnation of a seat that is proven dead
-        self._view_version = 0
         self._numbers = 0
-        self._handoffs = 0
         self._steps = 0
         self._draining = False
-        self._may_fit = False  # something changed since the last admission was refused
         self.retractions = 0
         self.stray_messages = 0
 
@@ -158,8 +150,8 @@ class DecodeCore:
             if known.gateway == sender:
                 self._outbox.submitted(known)
             return
-        if sender.incarnation <= self._gone.get(sender.worker, 0):
-            return  # the last words of a dead gateway
+        if self._peers.is_gone(sender):
+            return  # its last words
         refusal = NOT_HERE if self._outbox.is_buried(key, now) else self._refusal(message)
         if refusal is not None:
             self._outbox.refuse(sender, key, refusal)
@@ -190,8 +182,7 @@ class DecodeCore:
         if reason:
             self._finish(request, reason, now)  # its earlier worker died between the last token and saying so
         else:
-            self._queue.append(request)
-            self._may_fit = True
+            self._waiting.add(request)
 
     def _refusal(self, message: Submit) -> Failure | None:
         prompt = len(message.prompt) // 4
@@ -201,8 +192,8 @@ class DecodeCore:
             return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
         if prompt >= self._max_context_len or pages_for_tokens(prompt, self.pool.page_size) > self.pool.total_pages:
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{prompt} tokens never fit this worker")
-        if len(self._queue) >= self._config.max_queued_requests:
-            return Failure(code=ErrorCode.OVERLOADED, reason=f"{len(self._queue)} requests are waiting here")
+        if len(self._waiting) >= self._config.max_queued_requests:
+            return Failure(code=ErrorCode.OVERLOADED, reason=f"{len(self._waiting)} requests are waiting here")
         return None
 
     def _on_cancel(self, sender: Stamp, key: RequestKey, now: float) -> None:
@@ -224,17 +215,11 @@ class DecodeCore:
             self._outbox.resume(request, message.next_index)
 
     def _on_view(self, view: MembershipView, now: float) -> None:
-        if view.version < self._view_version:
+        if not self._peers.update(view):
             return
-        self._view_version = view.version
-        members = {member.stamp.worker: member for member in view.members}
-        alive = {member.stamp for member in view.members}
-        for stamp in (member.stamp for member in self._members.values() if member.stamp not in alive):
-            self._gone[stamp.worker] = max(stamp.incarnation, self._gone.get(stamp.worker, 0))
-        self._members, self._silent = members, view.silent
         for request in list(self._requests.values()):
-            gone = request.gateway.incarnation <= self._gone.get(request.gateway.worker, 0)
-            if request.final is None and (gone or request.gateway.worker in view.silent):
+            gone = self._peers.is_gone(request.gateway)
+            if request.final is None and (gone or self._peers.is_silent(request.gateway)):
                 self._fail(request, ErrorCode.CANCELLED, "the gateway was lost", now)
             if gone:
                 self._outbox.acknowledge(request.key, now)  # nobody is left to do it
@@ -273,17 +258,15 @@ class DecodeCore:
     def _let_go(self, request: DecodeRequest, failure: Failure | None) -> None:
         match request.state:
             case Queued():
-                if request in self._queue:
-                    self._queue.remove(request)
+                self._waiting.discard(request)
                 self._done(request)
-            case Incoming(key, _):
+            case Incoming(key):
                 assert failure is not None
                 self._commands.append(AbortSink(key, failure))
                 request.state = Stopping(key)
             case Prefilling() | Running():
-                running = self._running if isinstance(request.state, Running) else self._prefilling
-                running.remove(request)
-                if self._is_launched(request):
+                self._compute.remove(request)
+                if self._compute.uses(request):
                     request.state = _LEAVING
                 else:
                     self._done(request)
@@ -296,7 +279,7 @@ class DecodeCore:
         """Nobody else uses its pages: what is valid goes to the tree, the rest is freed."""
         if request.kv is not None:
             self.pool.release_kv_cache(request, request.known_tokens)
-            self._may_fit = True
+            self._waiting.stir()
         request.state = Done()
         self._drop_if_over(request)
 
@@ -308,61 +291,36 @@ class DecodeCore:
         if request.final_over and isinstance(request.state, Done):
             del self._requests[request.key]
 
-    def _is_launched(self, request: DecodeRequest) -> bool:
-        return request in self._step_rows or any(request is one for one, _ in self._step_chunks)
-
     # ---------------------------------------------------------------------------------------- admission
 
     def _admit(self, now: float) -> None:
-        """Promises pages to queued requests for as long as they fit, and starts filling them."""
-        while self._queue and self._may_fit:
-            window = self._queue[: 1 + BACKFILL_WINDOW]
-            verdict = self._admission.admit([self._candidate(one) for one in window], self._active())
-            assert verdict is not None
-            if isinstance(verdict, Refused):
-                self._may_fit = False
-                head = window[0]
-                if verdict.reason is RefusalReason.TOO_LONG:
-                    self._may_fit = True
-                    self._fail(head, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
-                elif head.times.refused_since_s is None:
-                    head.times.refused_since_s = now
-            else:
-                self._start(window[verdict.index], verdict, now)
-
-    def _candidate(self, request: DecodeRequest) -> Candidate:
-        fill = request.fill_tokens
-        return Candidate(
-            holder=request,
-            request_id=request.key[0],
-            tokens=fill,
-            # Without outputs the last prompt token is computed again: its logits choose the first output.
-            max_prefix=len(fill) - 1 if request.wants_first_token else len(fill),
-            total_len=request.total_len,
-            retracted=request.times.retractions > 0,
-        )
+        """Promises pages to waiting requests for as long as they fit, and starts filling them."""
+        while (verdict := self._waiting.admit(self._active())) is not None:
+            request, allocation = verdict
+            if isinstance(allocation, PreAllocated):
+                self._start(request, allocation, now)
+            elif allocation.reason is RefusalReason.TOO_LONG:
+                self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
+            elif request.times.refused_since_s is None:
+                request.times.refused_since_s = now
 
     def _active(self) -> Iterable[ActiveRequest]:
         for request in self._requests.values():
             if request.kv is not None:
                 ends = isinstance(request.state, Stopping | Leaving)
                 total = request.kv.kv_allocated_len if ends else request.total_len
-                yield ActiveRequest(request.kv, total, isinstance(request.state, Running))
+                yield ActiveRequest(request.kv, total, request.state is RUNNING)
 
-    def _start(self, request: DecodeRequest, admitted: Admitted, now: float) -> None:
-        assert isinstance(request.state, Queued)
-        self._queue.remove(request)
+    def _start(self, request: DecodeRequest, allocation: PreAllocated, now: float) -> None:
+        assert isinstance(request.state, Queued), request.state
         times = request.times
         times.queue_s += now - request.state.since_s
         if times.refused_since_s is not None:
             times.reserve_wait_s += now - times.refused_since_s
             times.refused_since_s = None
-        prefix_len = admitted.allocation.prefix_len
         request.begin_count()
-        request.count_tokens(0, prefix_len, "cached_tokens")
-        self._handoffs += 1
-        seed = self._stamp.epoch.to_bytes(8, "little") + self._handoffs.to_bytes(8, "little")
-        request.handoff = HandoffId(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1)
+        request.count_tokens(0, allocation.prefix_len, "cached_tokens")
+        request.handoff = self._handoffs.new_id()
         request.attempt = 0
         request.tried.clear()
         self._fill(request, now)
@@ -372,52 +330,18 @@ class DecodeCore:
     def _fill(self, request: DecodeRequest, now: float) -> None:
         """Gets the KV that is still missing: from nobody, from here, or from a prefill worker not tried yet."""
         missing = request.fill_len - request.record.kv_committed_len
-        peer = self._choose_prefill(request) if missing > self._config.local_prefill_max_tokens else None
+        peer = self._peers.prefill_for(request) if missing > self._config.local_prefill_max_tokens else None
         if missing == 0:
             self._run(request, now)
         elif peer is None:
             request.state = Prefilling()
-            self._prefilling.append(request)
+            self._compute.prefilling.append(request)
         else:
-            request.tried.add(peer)
-            self._open_sink(request, peer, now)
-
-    def _choose_prefill(self, request: DecodeRequest) -> Stamp | None:
-        candidates = {
-            worker: member.stamp
-            for worker, member in self._members.items()
-            if member.role == "prefill" and worker not in self._silent and member.stamp not in request.tried
-        }
-        if request.preferred in candidates:
-            return candidates[request.preferred]
-        order = rendezvous_order(affinity_key(request.prompt), candidates)
-        return candidates[order[0]] if order else None
-
-    def _open_sink(self, request: DecodeRequest, peer: Stamp, now: float) -> None:
-        start = page_floor(request.record.kv_committed_len, self.pool.page_size)
-        assert request.handoff is not None
-        key = HandoffKey(request.handoff, request.attempt)
-        request.attempt += 1
-        request.times.attempts += 1
-        request.times.prefill_worker = peer.worker
-        request.state = Incoming(key, start)
-        self._by_handoff[key] = request
-        self._commands.append(
-            OpenSink(
-                key=key,
-                peer=peer.worker,
-                request_id=request.key[0],
-                tokens=request.fill_tokens,
-                start=start,
-                pages=self.pool.pages_of(request.record, start, request.fill_len),
-                sample=request.wants_first_token,
-                sampling=request.sampling,
-                deadline_s=min(request.deadline_s, now + self._transfer.handoff_ttl_s),
-            )
-        )
+            deadline_s = min(request.deadline_s, now + self._transfer.handoff_ttl_s)
+            self._commands.append(self._handoffs.open(request, peer, self.pool, deadline_s))
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
-        request = self._by_handoff.pop(event.key)
+        request = self._handoffs.close(event.key)
         self._book_transfer(request, event.nbytes, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
         match request.state:
@@ -436,7 +360,7 @@ class DecodeCore:
 
     def _on_sink_failed(self, event: SinkFailed, now: float) -> None:
         """What landed is kept; the rest comes from somebody who was not tried yet, in the end from here."""
-        request = self._by_handoff.pop(event.key)
+        request = self._handoffs.close(event.key)
         # All may have landed without the first output: then the last position is computed once more, for its logits.
         most = request.fill_len - 1 if request.wants_first_token else request.fill_len
         landed = max(min(event.landed_until, most), request.record.kv_committed_len)
@@ -459,10 +383,10 @@ class DecodeCore:
     ) -> None:
         """All KV is there. The prompt is shared with others from here on."""
         self.pool.cache_unfinished_req(request, request.fill_tokens)
-        request.state = _RUNNING
+        request.state = RUNNING
         request.times.running_since_s = now
         request.times.counted = True
-        self._running.append(request)
+        self._compute.running.append(request)
         if request.wants_first_token:
             assert first_token >= 0, f"{request.key} was filled without its first token"
             self._append(request, first_token, logprob, now)
@@ -470,35 +394,12 @@ class DecodeCore:
     # -------------------------------------------------------------------------------------------- steps
 
     def next_batch(self, now: float) -> Batch | None:
-        """One token of every running request, and chunks of local prefills within their own token budget, so that
-        running streams go on while prompts are computed."""
-        assert not self._step_rows, "one step at a time"
-        assert not self._step_chunks, "one step at a time"
-        decode = self._pack_running(self._grow(now))
-        chunks = self._pack_chunks()
-        if decode is None or chunks is None:
-            return decode or chunks
-        return join_batches(decode, chunks)
-
-    def _grow(self, now: float) -> list[DecodeRequest]:
-        """Makes room for one token of each running request. Returns those that go on in this step."""
-        grown: list[DecodeRequest] = []
-        prepare = self.pool.prepare_for_decode
-        for request in list(self._running):
-            while request.state is _RUNNING:
-                if type(refused := prepare(request)) is not Refused:
-                    grown.append(request)
-                    break
-                if not self._make_room(request, refused, now):
-                    break
-        if len(grown) != len(self._running):
-            grown = [request for request in grown if request.state is _RUNNING]
-        return grown
+        return self._compute.plan(lambda request, refused: self._make_room(request, refused, now))
 
     def _make_room(self, request: DecodeRequest, refused: Refused, now: float) -> bool:
         """Retracts somebody, perhaps `request` itself. False when nobody can be: then it waits for a hand-off to end,
         or fails when there is nothing to wait for."""
-        victim = choose_victim([*self._running, *self._prefilling])
+        victim = choose_victim([*self._compute.running, *self._compute.prefilling])
         if victim is not None and refused.reason is RefusalReason.NO_PAGES:
             self._retract(victim, now)
             return True
@@ -509,7 +410,7 @@ class DecodeCore:
 
     def _retract(self, request: DecodeRequest, now: float) -> None:
         """Gives its pages back; it comes again as a request whose outputs are known."""
-        (self._running if request.state is _RUNNING else self._prefilling).remove(request)
+        self._compute.remove(request)
         self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
         times = request.times
         times.retractions += 1
@@ -517,52 +418,16 @@ class DecodeCore:
             times.decode_s += now - times.running_since_s
             times.running_since_s = None
         request.state = Queued(now)
-        ahead = sum(one.times.retractions > 0 and one.number < request.number for one in self._queue)
-        self._queue.insert(ahead, request)
+        self._waiting.put_back(request)
         self.retractions += 1
-        self._may_fit = True
-
-    def _pack_running(self, rows: list[DecodeRequest]) -> Batch | None:
-        if not rows:
-            return None
-        self._step_rows = rows
-        lengths = [request.record.kv_committed_len for request in rows]
-        packed = DecodeRows(
-            keys=tuple([request.number for request in rows]),
-            input_ids=[request.outputs[-1] for request in rows],
-            kv_lens=np.array(lengths, dtype=np.int32),
-            page_ids=np.concatenate(
-                [self.pool.pages_for_row(one.record, length) for one, length in zip(rows, lengths, strict=True)]
-            ),
-            sampling=tuple([request.sampling for request in rows]),
-            output_indices=tuple([len(request.outputs) for request in rows]),
-        )
-        return pack_decode_rows(packed, self.pool.page_size)
-
-    def _pack_chunks(self) -> Batch | None:
-        rows: list[BatchRow] = []
-        budget = max(self._config.chunk_tokens, self.pool.page_size)
-        for request in self._prefilling:
-            record = request.record
-            done, total = record.kv_committed_len, request.fill_len
-            end = chunk_end(done, total, budget, self.pool.page_size)
-            if end == done:
-                break
-            budget -= end - done
-            sampling = request.sampling if request.wants_first_token and end == total else None
-            tokens = request.fill_tokens[done:end]
-            rows.append(BatchRow(request.number, tokens, end, self.pool.pages_for_row(record, end), sampling))
-            self._step_chunks.append((request, end))
-        return pack_batch(rows, self.pool.page_size) if rows else None
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
-        rows, chunks = self._step_rows, self._step_chunks
+        rows, chunks = self._compute.collect()
         assert len(result.keys) == len(rows) + len(chunks), "the result of another step"
-        self._step_rows, self._step_chunks = [], []
         self._steps += 1
         packed = np.array(result.tokens, dtype="<i4").tobytes()
         for index, request in enumerate(rows):
-            if request.state is _RUNNING:
+            if request.state is RUNNING:
                 self._append(
                     request, result.tokens[index], result.logprobs[index], now, packed[4 * index : 4 * index + 4]
                 )
@@ -584,7 +449,7 @@ class DecodeCore:
             request.count_tokens(request.record.kv_committed_len, end, "local_tokens")
             self.pool.commit_incoming(request.record, end)
             if end == request.fill_len:
-                self._prefilling.remove(request)
+                self._compute.remove(request)
                 self._run(request, now, result.tokens[first + index], result.logprobs[first + index])
 
     def _append(
@@ -603,11 +468,11 @@ class DecodeCore:
 
     def load(self) -> Load:
         return Load(
-            queued=len(self._queue),
-            running=len(self._running) + len(self._prefilling) + len(self._by_handoff),
+            queued=len(self._waiting),
+            running=len(self._compute.running) + len(self._compute.prefilling) + len(self._handoffs),
             free_pages=self.pool.available_pages,
             total_pages=self.pool.total_pages,
-            queued_tokens=sum(request.fill_len for request in self._queue),
+            queued_tokens=sum(request.fill_len for request in self._waiting),
             steps=self._steps,
             draining=self._draining,
         )

@@ -36,7 +36,6 @@ class Incoming:
     """Its pages belong to the hand-off `key` until that has ended."""
 
     key: HandoffKey
-    start: int  # the hand-off fills tokens from here on
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,10 @@ def free_on_abort_without_fence(patch):
 
     def unless_freed(original):
         def mutated(self, event, now):
-            if self._by_handoff[event.key].kv is not None:
+            if self._handoffs._open[event.key].kv is not None:
                 original(self, event, now)
             else:
-                del self._by_handoff[event.key]
+                self._handoffs.close(event.key)
 
         return mutated
 
@@ -135,7 +135,7 @@ def insert_what_has_not_landed(patch):
     failed = DecodeCore._on_sink_failed
 
     def mutated(self, event, now):
-        request = self._by_handoff[event.key]
+        request = self._handoffs._open[event.key]
         failed(self, dataclasses.replace(event, landed_until=request.fill_len), now)
 
     patch.setattr(DecodeCore, "_on_sink_failed", mutated)

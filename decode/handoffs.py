@@ -1,0 +1,55 @@
+"""The hand-offs that this worker asked for. Owns their ids and which request each belongs to, until it has ended."""
+
+from __future__ import annotations
+
+import hashlib
+
+from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp
+from baton.common.kv.pool import KvPool
+from baton.common.units import page_floor
+from baton.decode.request import DecodeRequest, Incoming
+from baton.transfer.api import OpenSink
+
+
+class Handoffs:
+    """Ids are unique over all processes, ever: a hash of the random epoch and a counter."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._count = 0
+        self._open: dict[HandoffKey, DecodeRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new_id(self) -> HandoffId:
+        self._count += 1
+        seed = self._epoch.to_bytes(8, "little") + self._count.to_bytes(8, "little")
+        return HandoffId(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1)
+
+    def open(self, request: DecodeRequest, peer: Stamp, pool: KvPool, deadline_s: float) -> OpenSink:
+        """The next attempt of the request's hand-off: everything from the last whole page that it has."""
+        assert request.handoff is not None
+        key = HandoffKey(request.handoff, request.attempt)
+        start = page_floor(request.record.kv_committed_len, pool.page_size)
+        request.attempt += 1
+        request.tried.add(peer)
+        request.times.attempts += 1
+        request.times.prefill_worker = peer.worker
+        request.state = Incoming(key)
+        self._open[key] = request
+        return OpenSink(
+            key=key,
+            peer=peer.worker,
+            request_id=request.key[0],
+            tokens=request.fill_tokens,
+            start=start,
+            pages=pool.pages_of(request.record, start, request.fill_len),
+            sample=request.wants_first_token,
+            sampling=request.sampling,
+            deadline_s=deadline_s,
+        )
+
+    def close(self, key: HandoffKey) -> DecodeRequest:
+        """It has ended, one way or the other: the pages are the request's again."""
+        return self._open.pop(key)

@@ -1,0 +1,105 @@
+"""What the next step computes. Owns who runs, who is being prefilled here, and what the launched step still uses.
+
+Never: decides who has to give way when a step does not fit (`make_room` does), or what becomes of a sampled token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.common.engine.batch import Batch, BatchRow, pack_batch
+from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
+from baton.common.engine.policy import chunk_end
+from baton.common.kv.pool import KvPool, Refused
+from baton.decode.request import DecodeRequest, Running
+
+RUNNING = Running()
+
+MakeRoom = Callable[[DecodeRequest, Refused], bool]
+"""Asked when a request cannot get a page: True when pages were made free (perhaps the request's own)."""
+
+
+class Steps:
+    """`chunk_tokens`: most tokens of local prefills in one step."""
+
+    def __init__(self, pool: KvPool, chunk_tokens: int) -> None:
+        self._pool = pool
+        self._chunk_tokens = max(chunk_tokens, pool.page_size)
+        self.running: list[DecodeRequest] = []  # oldest first
+        self.prefilling: list[DecodeRequest] = []
+        self._rows: list[DecodeRequest] = []  # of the launched step: decode rows, in batch order ...
+        self._chunks: list[tuple[DecodeRequest, int]] = []  # ... then chunks, with their KV length after it
+
+    def remove(self, request: DecodeRequest) -> None:
+        """It computes nothing more."""
+        (self.running if request.state is RUNNING else self.prefilling).remove(request)
+
+    def uses(self, request: DecodeRequest) -> bool:
+        """The launched step reads or writes its pages."""
+        return request in self._rows or any(request is one for one, _ in self._chunks)
+
+    def plan(self, make_room: MakeRoom) -> Batch | None:
+        """One token of every running request, and chunks of local prefills within their own budget, so that running
+        streams go on while prompts are computed."""
+        assert not self._rows, "one step at a time"
+        assert not self._chunks, "one step at a time"
+        decode = self._pack_rows(self._grow(make_room))
+        chunks = self._pack_chunks()
+        if decode is None or chunks is None:
+            return decode or chunks
+        return join_batches(decode, chunks)
+
+    def collect(self) -> tuple[list[DecodeRequest], list[tuple[DecodeRequest, int]]]:
+        """The step is over: its decode rows, and its chunks with the KV length each has reached."""
+        rows, chunks = self._rows, self._chunks
+        self._rows, self._chunks = [], []
+        return rows, chunks
+
+    def _grow(self, make_room: MakeRoom) -> list[DecodeRequest]:
+        """Makes room for one token of each running request. Returns those that go on in this step."""
+        grown: list[DecodeRequest] = []
+        prepare = self._pool.prepare_for_decode
+        for request in list(self.running):
+            while request.state is RUNNING:
+                if type(refused := prepare(request)) is not Refused:
+                    grown.append(request)
+                    break
+                if not make_room(request, refused):
+                    break
+        if len(grown) != len(self.running):
+            grown = [request for request in grown if request.state is RUNNING]
+        return grown
+
+    def _pack_rows(self, rows: list[DecodeRequest]) -> Batch | None:
+        if not rows:
+            return None
+        self._rows = rows
+        lengths = [request.record.kv_committed_len for request in rows]
+        pages = [self._pool.pages_for_row(one.record, length) for one, length in zip(rows, lengths, strict=True)]
+        packed = DecodeRows(
+            keys=tuple([request.number for request in rows]),
+            input_ids=[request.outputs[-1] for request in rows],
+            kv_lens=np.array(lengths, dtype=np.int32),
+            page_ids=np.concatenate(pages),
+            sampling=tuple([request.sampling for request in rows]),
+            output_indices=tuple([len(request.outputs) for request in rows]),
+        )
+        return pack_decode_rows(packed, self._pool.page_size)
+
+    def _pack_chunks(self) -> Batch | None:
+        rows: list[BatchRow] = []
+        budget = self._chunk_tokens
+        for request in self.prefilling:
+            record = request.record
+            done, total = record.kv_committed_len, request.fill_len
+            end = chunk_end(done, total, budget, self._pool.page_size)
+            if end == done:
+                break
+            budget -= end - done
+            sampling = request.sampling if request.wants_first_token and end == total else None
+            tokens = request.fill_tokens[done:end]
+            rows.append(BatchRow(request.number, tokens, end, self._pool.pages_for_row(record, end), sampling))
+            self._chunks.append((request, end))
+        return pack_batch(rows, self._pool.page_size) if rows else None

@@ -1,0 +1,71 @@
+"""Requests that wait for pages. Owns the queue and its order; asks admission; never fails or starts anybody itself.
+
+Order: retracted requests first (they had been running), each group by arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from baton.common.kv.pool import KvPool, PreAllocated, Refused
+from baton.decode.admission import BACKFILL_WINDOW, ActiveRequest, Admission, Admitted, Candidate
+from baton.decode.request import DecodeRequest
+
+
+class WaitingRequests:
+    """`stir` says that something changed (pages came back, somebody arrived): until then a refusal stands."""
+
+    def __init__(self, pool: KvPool, num_reserved_decode_tokens: int) -> None:
+        self._admission = Admission(pool, num_reserved_decode_tokens)
+        self._queue: list[DecodeRequest] = []
+        self._may_fit = False
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        return iter(self._queue)
+
+    def add(self, request: DecodeRequest) -> None:
+        self._queue.append(request)
+        self.stir()
+
+    def put_back(self, request: DecodeRequest) -> None:
+        """A retracted one."""
+        ahead = sum(one.times.retractions > 0 and one.number < request.number for one in self._queue)
+        self._queue.insert(ahead, request)
+        self.stir()
+
+    def discard(self, request: DecodeRequest) -> None:
+        if request in self._queue:
+            self._queue.remove(request)
+            self.stir()
+
+    def stir(self) -> None:
+        self._may_fit = True
+
+    def admit(self, active: Iterable[ActiveRequest]) -> tuple[DecodeRequest, PreAllocated | Refused] | None:
+        """The next request that owns its pages now, or the head and why it must wait. None: nothing to try."""
+        if not self._queue or not self._may_fit:
+            return None
+        window = self._queue[: 1 + BACKFILL_WINDOW]
+        verdict = self._admission.admit([_candidate(one) for one in window], active)
+        assert verdict is not None, "the queue is not empty"
+        if isinstance(verdict, Admitted):
+            request = self._queue.pop(verdict.index)
+            return request, verdict.allocation
+        self._may_fit = False
+        return window[0], verdict
+
+
+def _candidate(request: DecodeRequest) -> Candidate:
+    fill = request.fill_tokens
+    return Candidate(
+        holder=request,
+        request_id=request.key[0],
+        tokens=fill,
+        # Without outputs the last prompt token is computed again: its logits choose the first output.
+        max_prefix=len(fill) - 1 if request.wants_first_token else len(fill),
+        total_len=request.total_len,
+        retracted=request.times.retractions > 0,
+    )
