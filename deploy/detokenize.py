@@ -90,7 +90,8 @@ class Detokenizer:
 
 @final
 class StopMatcher:
-    """Finds the first of several strings in text that arrives in pieces."""
+    """Finds the first of several strings in text that arrives in pieces: the one that is complete first (of two that
+    end together the longer one), so that the answer does not depend on where the pieces were cut."""
 
     __slots__ = ("_held", "_stops")
 
@@ -105,10 +106,11 @@ class StopMatcher:
         if not self._stops:
             return text, None
         text = self._held + text
-        found = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        found = min(((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
         if found is not None:
+            end, at = found
             self._held = ""
-            return text[: found[0]], found[1]
+            return text[:at], text[at:end]
         hold = self._longest_start_at_end(text)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], None

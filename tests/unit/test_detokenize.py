@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.deploy.detokenize import AnswerText, Detokenizer, StopMatcher
@@ -100,6 +100,7 @@ def test_garbage_is_released_as_it_comes_and_costs_linear_work() -> None:
 STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=4)
 
 
+@settings(max_examples=300)
 @given(st.text("ab😀", max_size=30), STOPS, st.data())
 def test_text_is_cut_before_the_first_stop_string_and_no_part_of_one_leaks(
     text: str, stops: list[str], data: st.DataObject
@@ -118,9 +119,9 @@ def test_text_is_cut_before_the_first_stop_string_and_no_part_of_one_leaks(
     if stop is None:
         last = answer.finish()
         shown, stop = shown + last.text, last.stop
-    positions = [at for s in stops if (at := text.find(s)) >= 0]
-    assert shown == (text[: min(positions)] if positions else text)
-    assert (stop is not None) == bool(positions)
+    found = [(at + len(s), at) for s in stops if (at := text.find(s)) >= 0]
+    assert shown == (text[: min(found)[1]] if found else text)
+    assert (stop is not None) == bool(found)
 
 
 def test_tokens_after_the_stop_string_are_not_counted() -> None:
@@ -141,8 +142,10 @@ def test_a_false_start_is_shown_as_soon_as_it_is_known() -> None:
     assert matcher.finish() == "ab"
 
 
-def test_the_earliest_of_several_wins() -> None:
+def test_the_one_that_is_complete_first_wins_however_the_text_was_cut() -> None:
     assert StopMatcher(["c", "b"]).push("abc") == ("a", "b")
+    assert StopMatcher(["b", "abc"]).push("abc") == ("a", "b")
+    assert StopMatcher(["c", "abc"]).push("abc") == ("", "abc")
 
 
 def test_an_empty_stop_string_is_a_bug_here() -> None:
