@@ -1,0 +1,110 @@
+"""The real model on a real cluster says, token for token, what `transformers` `generate` says: through every lane, with
+and without a prefix cache, many at once; and a sampled stream goes on unchanged when its decode worker is killed.
+
+The references were made once (`make references`). Answers are compared as text, which is what a client gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from harness import kill, wait_clean
+from model_rig import Reference, load_references
+
+from baton.client import AsyncClient, Client
+from baton.common.config import ClusterConfig, GatewayConfig, KvConfig, LivenessConfig, ModelConfig
+from baton.common.ids import WorkerId
+from baton.common.model.loading import load_tokenizer
+from baton.deploy.launch import ClusterHandle, launch
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+MODEL = "smollm2-135m-instruct"
+REFERENCES = load_references()
+END_TOKEN = 2
+
+
+@contextmanager
+def serving(lane: str, prefix_cache: Literal["radix", "chunk"] = "radix", decode: int = 2) -> Iterator[ClusterHandle]:
+    config = ClusterConfig(
+        cluster=f"parity-{lane}-{prefix_cache}-{os.getpid()}",
+        decode=decode,
+        model=ModelConfig(model=MODEL, max_model_len=4096),
+        kv=KvConfig(num_pages=1000, prefix_cache=prefix_cache),
+        liveness=LivenessConfig(restart_backoff_s=0.1, dead_after_s=15.0),  # busy machine, nothing hangs here
+        gateway=GatewayConfig(port=0),
+    )
+    handle = launch(replace(config, transfer=replace(config.transfer, lanes=(lane,))))
+    try:
+        yield handle
+    finally:
+        handle.shutdown()
+
+
+def check(handle: ClusterHandle, references: list[Reference], lane: str) -> None:
+    """Asks everything, some at once, and compares."""
+
+    async def ask() -> list[str]:
+        async with AsyncClient(handle.gateway_url, timeout_s=900) as client:
+            prompts = [reference.prompt for reference in references]
+            answers = await client.map(prompts, concurrency=6, max_tokens=32, temperature=0)
+            assert {answer.timeline.lane for answer in answers if answer.timeline.transferred_tokens} == {lane}
+            for answer, prompt in zip(answers, prompts, strict=True):
+                times = answer.timeline
+                assert times.local_tokens + times.cached_tokens + times.transferred_tokens == len(prompt)
+            return [answer.text for answer in answers]
+
+    tokenizer = load_tokenizer(MODEL)
+    for reference, text in zip(references, asyncio.run(ask()), strict=True):
+        said = [token for token in reference.outputs if token != END_TOKEN]
+        assert text == tokenizer.decode(said), (
+            f"prompt {reference.number} of {len(reference.prompt)} tokens; least margin {min(reference.margins):.2g}"
+        )
+    wait_clean(handle)
+
+
+def test_the_cluster_says_what_generate_says(ray_session: None) -> None:
+    """A sample with both sides of page and chunk edges and shared prefixes, on the lane that always works."""
+    edges = [one for one in REFERENCES if len(one.prompt) in (255, 257, 511, 513, 1025)][:5]
+    with serving("zmq") as handle:
+        check(handle, [*[one for one in REFERENCES if len(one.prompt) < 130][::5], *edges], "zmq")
+
+
+def test_a_sampled_stream_survives_its_decode_worker(ray_session: None) -> None:
+    prompt = "Tell me a long story about a lighthouse keeper."
+    with serving("local") as handle, Client(handle.gateway_url, timeout_s=300) as client:
+
+        def stream(kill_after: int) -> tuple[str, int]:
+            with client.stream(prompt, max_tokens=96, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True) as pieces:
+                for count, _ in enumerate(pieces):
+                    if count == kill_after:
+                        victim = next(
+                            member.stamp.worker
+                            for member in handle.status().members
+                            if member.role == "decode" and member.load.running
+                        )
+                        assert kill(handle, WorkerId(victim))
+                return pieces.answer.text, pieces.answer.placements
+
+        undisturbed, placements = stream(kill_after=-1)
+        assert placements == 1
+        moved, placements = stream(kill_after=30)
+        assert placements == 2
+        assert moved == undisturbed
+        wait_clean(handle)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("prefix_cache", ["radix", "chunk"])
+@pytest.mark.parametrize("lane", ["local", "ucx", "zmq"])
+def test_all_200_prompts(ray_session: None, lane: str, prefix_cache: Literal["radix", "chunk"]) -> None:
+    assert len(REFERENCES) == 200
+    with serving(lane, prefix_cache) as handle:
+        check(handle, REFERENCES, lane)
