@@ -70,6 +70,7 @@ class ClusterPlan:
     keys: ClusterKeys | None
     run_dir: str
     seats: tuple[Seat, ...]
+    launched_at_ms: int  # wall clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,10 @@ class ControllerLoop:
         for view in views:
             for member in view.members:
                 core.note_incarnation(member.stamp.worker, member.stamp.incarnation)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # A seat whose process died unseen may have had any number of incarnations, but not ten in a second.
+            for seat in self._plan.seats:
+                core.note_incarnation(seat.spec.worker, (first_version - self._plan.launched_at_ms) // 100)
         for process in found:
             core.note_incarnation(process.worker, process.incarnation)
         for process, report in known:

@@ -177,7 +177,7 @@ class ControllerCore:
         self._move(seat, Starting(incarnation, now + self._liveness.start_deadline_s), "found loading")
 
     def note_incarnation(self, worker: WorkerId, incarnation: int) -> None:
-        """This incarnation was used once (seen in an old view): never give it again (C3)."""
+        """This incarnation was perhaps used once: never give it again, nor a lower one (C3)."""
         seat = self._seats.get(worker)
         if seat is not None:
             seat.last_incarnation = max(seat.last_incarnation, incarnation)
@@ -300,7 +300,7 @@ class ControllerCore:
                 worker=seat.spec.worker,
                 role=seat.spec.role,
                 state=type(seat.state).__name__.lower(),
-                incarnation=seat.last_incarnation,
+                incarnation=_incarnation_of(seat.state) or seat.last_incarnation,
                 detail=seat.last_failure,
                 restarts=seat.restarts,
             )
@@ -430,11 +430,23 @@ class ControllerCore:
         return effects
 
     def _move(self, seat: _Seat, state: SeatState, why: str) -> None:
-        line = (
-            f"{seat.spec.worker}@{seat.last_incarnation}: {type(seat.state).__name__} -> {type(state).__name__}: {why}"
-        )
+        who = f"{seat.spec.worker}@{_incarnation_of(state) or _incarnation_of(seat.state)}"
+        line = f"{who}: {type(seat.state).__name__} -> {type(state).__name__}: {why}"
         self.transitions = [*self.transitions[-255:], line]
         seat.state = state
+
+
+def _incarnation_of(state: SeatState) -> int:
+    """Of the process that sits there; 0 when nobody does."""
+    match state:
+        case Live():
+            return state.member.stamp.incarnation
+        case Starting() | Killing():
+            return state.incarnation
+        case Vacant() | Retired():
+            return 0
+        case _:
+            assert_never(state)
 
 
 def _member_of(state: SeatState) -> Member | None:

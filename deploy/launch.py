@@ -14,6 +14,7 @@ import dataclasses
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +135,9 @@ class ClusterHandle:
             reap(self.plan.run_dir, CONTROLLER, KILL_GRACE_S, REAP_TIMEOUT_S)
         if not reap_strangers(self.plan.run_dir, frozenset()):
             left = "a process could not be killed"
-        shutil.rmtree(self.plan.run_dir, ignore_errors=True)
         if self.owns_ray:
             ray.shutdown()
+        shutil.rmtree(self.plan.run_dir, ignore_errors=True)
         if left:
             raise LaunchError(left)
 
@@ -178,6 +179,7 @@ def launch(
         keys=ClusterKeys.generate(),
         run_dir=new_run_dir(config.cluster),
         seats=_seats(config, class_paths),
+        launched_at_ms=int(time.time() * 1000),
     )
     handle: ClusterHandle | None = None
     try:

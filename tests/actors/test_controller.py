@@ -88,13 +88,13 @@ def test_a_cluster_comes_up_with_every_seat_filled(cluster: ClusterHandle) -> No
     assert names(cluster.status()) == ["prefill-0@1", "decode-0@1", "gateway-0@1"]
 
 
-def test_a_killed_process_is_replaced_by_its_next_incarnation(cluster: ClusterHandle) -> None:
+def test_a_killed_process_is_replaced_by_a_later_incarnation(cluster: ClusterHandle) -> None:
     before = cluster.status()
     old, pid = incarnation(before), pid_of(cluster, f"decode-0@{incarnation(before)}")
     os.kill(pid, signal.SIGKILL)
-    status = wait_for(cluster, lambda s: incarnation(s) == old + 1)
+    status = wait_for(cluster, lambda s: incarnation(s) > old)
     assert status.version > before.version
-    assert pid_of(cluster, f"decode-0@{old + 1}") != pid
+    assert pid_of(cluster, f"decode-0@{incarnation(status)}") != pid
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -104,7 +104,7 @@ def test_a_stopped_process_is_killed_before_it_leaves_the_membership(cluster: Cl
     os.kill(pid, signal.SIGSTOP)
     wait_for(cluster, lambda s: incarnation(s) != old)
     assert not Path(f"/proc/{pid}").exists(), "published as dead while it could still wake up"
-    wait_for(cluster, lambda s: incarnation(s) == old + 1)
+    wait_for(cluster, lambda s: incarnation(s) > old)
 
 
 def test_a_wedged_engine_is_replaced(cluster: ClusterHandle) -> None:
@@ -112,7 +112,7 @@ def test_a_wedged_engine_is_replaced(cluster: ClusterHandle) -> None:
     actor = cluster.actor(D0)
     assert actor is not None
     ray.get(actor.pretend_stuck.remote(6.0))
-    status = wait_for(cluster, lambda s: incarnation(s) == old + 1)
+    status = wait_for(cluster, lambda s: incarnation(s) > old)
     assert any("engine step" in line for line in status.transitions)
 
 
@@ -133,7 +133,7 @@ def test_a_restarted_controller_adopts_the_living(cluster: ClusterHandle) -> Non
         assert clock.now() < deadline_s
     old = incarnation(status)
     os.kill(workers[f"decode-0@{old}"], signal.SIGKILL)  # and it still guards them
-    wait_for(cluster, lambda s: incarnation(s) == old + 1)
+    wait_for(cluster, lambda s: incarnation(s) > old)
 
 
 def test_a_controller_that_was_away_proves_a_death_it_missed(cluster: ClusterHandle) -> None:
@@ -148,7 +148,7 @@ def test_a_controller_that_was_away_proves_a_death_it_missed(cluster: ClusterHan
 def test_a_process_that_was_starting_when_the_controller_died_is_started(cluster: ClusterHandle) -> None:
     old = incarnation(cluster.status())
     os.kill(pid_of(cluster, f"decode-0@{old}"), signal.SIGKILL)
-    wait_for(cluster, lambda s: any(seat.worker == D0 and seat.incarnation == old + 1 for seat in s.seats))
+    wait_for(cluster, lambda s: any(seat.worker == D0 and seat.incarnation > old for seat in s.seats))
     os.kill(pid_of(cluster, CONTROLLER), signal.SIGKILL)
     wait_for(cluster, lambda s: incarnation(s) > old)
 

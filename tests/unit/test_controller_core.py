@@ -287,6 +287,18 @@ def test_a_restarted_controller_adopts_the_living_and_fills_the_rest_with_new_in
     assert members_of(core) == {(P0, 3), (D0, 2)}
 
 
+def test_a_seat_that_may_have_been_used_gets_a_higher_incarnation_and_the_living_keep_theirs() -> None:
+    core = ControllerCore(SEATS, LIVENESS, first_version=100, now=0.0)
+    for seat in SEATS:
+        core.note_incarnation(seat.worker, 40)
+    core.adopt(member(P0, 3), 0.0)
+    core.on_timer(0.0)
+    assert {s.worker: s.incarnation for s in core.status()} == {P0: 3, D0: 41, D1: 41, GW: 41}
+    assert not core.ready
+    hello(core, member(D0, 41), 0.1)
+    assert members_of(core) == {(P0, 3), (D0, 41)}
+
+
 def test_shutdown_ends_everyone_and_starts_no_one() -> None:
     core = live_core()
     core.on_dead(D1, 1, 0.0)
