@@ -32,7 +32,7 @@ class CompiledLinear(nn.Module):
         panels = memory.view(-1, linear.in_features, PANEL)
         whole = linear.out_features // PANEL
         weight = linear.weight.detach()
-        panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, -1).transpose(1, 2)
+        panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, linear.in_features).transpose(1, 2)
         if whole < len(panels):
             rest = linear.out_features - whole * PANEL
             panels[whole, :, :rest] = weight[whole * PANEL :].t()

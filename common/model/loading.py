@@ -6,6 +6,7 @@ a second) and the check that an architecture can run over paged KV. Never: fetch
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -184,7 +185,7 @@ def _convert_metadata(source: ModelSource, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         config = AutoConfig.from_pretrained(**place)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, struct.error) as error:
         raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kPanel = 64;
 constexpr int64_t kRowBlock = 96;  // rows per work item: what a panel in the second-level cache is used for
+constexpr int64_t kAhead = 16;  // inputs fetched ahead: the hardware does not look far enough while rows share a weight
 constexpr int64_t kSerialWork = 1 << 15;  // weights below which waking threads costs more than it brings
 
 thread_local std::vector<float> block;
@@ -34,6 +35,7 @@ void panel_rows(const float* x, int64_t inputs, const float* panel, float* y) {
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) sum[r][v] = load16(y + r * kPanel + v * 16);
     for (int64_t k = 0; k < inputs; ++k, panel += kPanel) {
+        for (int v = 0; v < 4; ++v) __builtin_prefetch(panel + kAhead * kPanel + v * 16);
         f32x16 weight[4];
         for (int v = 0; v < 4; ++v) weight[v] = load16(panel + v * 16);
         for (int r = 0; r < R; ++r) {

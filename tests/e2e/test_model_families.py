@@ -1,0 +1,95 @@
+"""Other dense architectures, with small random weights: chunked runs say what their own `generate` says.
+
+Real weights of these families are not on the package index. Random 2-D weights are scaled up, else logits are flat and
+a greedy comparison is a coin flip. Saved and loaded as Hugging Face directories, so that this path is tested too.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from model_rig import Sequence, run_mixed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    Mamba2Config,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    T5Config,
+)
+
+from baton.common.engine.torch_runner import TorchRunner
+from baton.common.errors import ConfigError
+from baton.common.model.loading import model_info
+
+SMALL = {
+    "vocab_size": 600,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama-odd-head-size": LlamaConfig(**SMALL, head_dim=24, attention_bias=True),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32),
+    "mistral-window": MistralConfig(**SMALL, head_dim=64, sliding_window=20),
+    "gemma2": Gemma2Config(
+        **SMALL, head_dim=32, sliding_window=24, query_pre_attn_scalar=32, attn_logit_softcapping=5.0
+    ),
+}
+
+
+def save_random_model(config: PretrainedConfig, directory: Path) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_says_what_generate_says(family: str, tmp_path: Path) -> None:
+    save_random_model(FAMILIES[family], tmp_path)
+    # Gemma-2's capped scores exist only in the eager attention of `transformers`.
+    torch.set_num_threads(1)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 600) for _ in range(length)] for length in (1, 5, 16, 31, 70, 150)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        made = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        expected.append(made[0, len(prompt) :].tolist())
+    runner = TorchRunner.load(str(tmp_path), dtype="float32", num_pages=300, page_size=4, threads=1)
+    sequences = [Sequence(i, prompt, max_tokens=12, stop_token=2) for i, prompt in enumerate(prompts)]
+    run_mixed(runner, sequences, max_rows=4, seed=9)
+    assert [sequence.outputs for sequence in sequences] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Mamba2Config(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16), "mamba2"),
+        (T5Config(vocab_size=100, d_model=32, num_layers=1), "not a decoder-only"),
+    ],
+)
+def test_an_architecture_that_cannot_run_is_refused_by_name(
+    config: PretrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == config.model_type
+    with pytest.raises(ConfigError, match=reason):
+        model_info(str(tmp_path))

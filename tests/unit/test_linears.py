@@ -1,0 +1,69 @@
+"""Packed linear layers compute what `nn.Linear` computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
+from baton.common.engine.linears import CompiledLinear, OneDnnLinear, pack_linears
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+class Block(nn.Module):
+    """Layers of awkward sizes: fewer outputs than a panel, no multiple of 16, with and without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(37, 150)
+        self.small = nn.Linear(64, 3, bias=False)
+        self.inner = nn.Sequential(nn.Linear(129, 64), nn.ReLU())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6, 7, 97, 200])
+def test_float32_layers_agree(kernels: Kernels, rows: int) -> None:
+    torch.manual_seed(0)
+    block, twin = Block(), Block()
+    twin.load_state_dict(block.state_dict())
+    pack_linears(block, kernels)
+    assert isinstance(block.inner[0], CompiledLinear)
+    for name, inputs in (("odd", 37), ("small", 64), ("inner", 129)):
+        x = torch.randn(1, rows, inputs)
+        with torch.inference_mode():
+            ours, expected = getattr(block, name)(x), getattr(twin, name)(x)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels) -> None:
+    layer = nn.Sequential(nn.Linear(576, 200))
+    pack_linears(layer, kernels)
+    x = torch.randn(150, 576)
+    with torch.inference_mode():
+        whole = layer(x)
+        assert all(torch.equal(layer(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (149, 1), (3, 8), (50, 99)))
+
+
+def test_an_empty_batch_is_no_work(kernels: Kernels) -> None:
+    layer = nn.Sequential(nn.Linear(16, 20))
+    pack_linears(layer, kernels)
+    with torch.inference_mode():
+        assert layer(torch.empty(1, 0, 16)).shape == (1, 0, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_kernels_onednn_takes_over(dtype: torch.dtype) -> None:
+    layer = nn.Sequential(nn.Linear(64, 48)).to(dtype)
+    x = torch.randn(1, 5, 64).to(dtype)
+    with torch.inference_mode():
+        expected = layer(x)
+        pack_linears(layer, None)
+        assert isinstance(layer[0], OneDnnLinear)
+        torch.testing.assert_close(layer(x), expected, atol=2e-2, rtol=2e-2)
