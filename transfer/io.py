@@ -200,6 +200,7 @@ class IoThread:
         except Exception:  # noqa: BLE001 - the thread's top frame
             _log.fatal("io_thread_failed")
             self._on_fatal()
+            self._mesh.close()  # whoever survived that: an open socket would hold up the end of the process
 
     def _turn(self) -> None:
         """One round: wait, hear, do, speak."""
