@@ -41,7 +41,7 @@ from baton.common.messages import (
 )
 from baton.transfer.api import SinkCommand, SourceCommand
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
-from baton.transfer.endpoint import Endpoint, SessionInfo
+from baton.transfer.endpoint import Endpoint
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
@@ -73,7 +73,7 @@ class IoSnapshot:
     mesh: MeshCounters
     dropped: Mapping[str, int]
     data: DataPlaneSnapshot | None
-    sessions: tuple[SessionInfo, ...]
+    hand_offs: int  # sessions that hold pages here
     endpoint: Mapping[str, int]
 
 
@@ -346,6 +346,6 @@ class IoThread:
             mesh=self._mesh.counters,
             dropped=dict(self._dropped),
             data=hand_offs.data.snapshot(now) if hand_offs is not None else None,
-            sessions=tuple(hand_offs.endpoint.sessions()) if hand_offs is not None else (),
+            hand_offs=hand_offs.endpoint.live_sinks + hand_offs.endpoint.live_sources if hand_offs is not None else 0,
             endpoint=dict(hand_offs.endpoint.counters) if hand_offs is not None else {},
         )

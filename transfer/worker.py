@@ -274,7 +274,7 @@ class WorkerProcess:
             load=loaded.engine.load(),
             census=census,
             lanes=_lane_statuses(loaded.io),
-            hand_offs=len(snapshot.sessions),
+            hand_offs=snapshot.hand_offs,
             counters=counters,
         )
 
