@@ -54,6 +54,7 @@ class WorldSettings:
     crashes: int = 0
     pauses: int = 0
     partitions: int = 0
+    drains: int = 0
     cancels: int = 0
     fault_s: float = 4.0
     start_s: float = 0.4  # most time from start to Hello of a process
@@ -63,7 +64,9 @@ class WorldSettings:
         default_factory=lambda: DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=16, max_queued_requests=64)
     )
     transfer: TransferConfig = field(default_factory=lambda: TransferConfig(credit_regions=2, handoff_ttl_s=20.0))
-    liveness: LivenessConfig = field(default_factory=lambda: LivenessConfig(heartbeat_interval_s=0.4))
+    liveness: LivenessConfig = field(
+        default_factory=lambda: LivenessConfig(heartbeat_interval_s=0.4, start_deadline_s=20.0)
+    )
 
 
 def random_settings(seed: int) -> WorldSettings:
@@ -109,8 +112,15 @@ def random_settings(seed: int) -> WorldSettings:
         crashes=count(5),
         pauses=count(3),
         partitions=count(3),
+        drains=count(2),
         cancels=count(6),
         prefill_config=PrefillConfig(chunk_tokens=rng.choice((8, 16, 64))),
+        transfer=TransferConfig(
+            credit_regions=rng.choice((1, 2, 4)),
+            handoff_ttl_s=rng.choice((2.0, 20.0)),
+            tombstone_ttl_s=rng.choice((1.0, 120.0)),
+            max_tombstones=rng.choice((2, 4096)),
+        ),
         decode_config=DecodeConfig(
             num_reserved_decode_tokens=rng.choice((0, 0, 4, 32)),
             chunk_tokens=16,

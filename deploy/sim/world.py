@@ -14,6 +14,7 @@ from functools import partial
 from random import Random
 
 from baton.common.config import GatewayConfig
+from baton.common.engine.core_api import Drain
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.deploy.controller_core import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients, random_request
@@ -130,6 +131,22 @@ class World:
         process.pause()
         self.schedule.after(seconds, process.resume)
 
+    def drain(self, worker: WorkerId) -> None:
+        """As before an upgrade: it finishes what it has, then it ends and is replaced."""
+        process = self.seats.get(worker)
+        if not isinstance(process, WorkerProcess) or not process.alive:
+            return
+        self.faulty = True
+        process.run(lambda: process.deliver(Drain()), "drain")
+
+        def end_when_idle() -> None:
+            if process.alive and process.settled:
+                self.crash(worker)
+            elif process.alive:
+                self.schedule.after(0.2, end_when_idle)
+
+        self.schedule.after(0.2, end_when_idle)
+
     def partition(self, a: WorkerId, b: WorkerId, seconds: float, both: bool) -> None:
         self.faulty = True
         self.schedule.note(f"cut {a} {b} {seconds:.2f}")
@@ -208,6 +225,8 @@ class World:
             a, b = rng.sample([*workers, CONTROLLER], 2)
             seconds, both = rng.choice((0.3, 1.5, 5.0)), rng.random() < 0.5
             faults.append(partial(self._partition_fault, a, b, seconds, both))
+        for _ in range(settings.drains):
+            faults.append(partial(self._drain_fault, rng.choice([one.worker for one in self.specs])))
         for _ in range(settings.cancels):
             faults.append(lambda _: self.cancel_someone())
         for fault in faults:
@@ -225,6 +244,9 @@ class World:
 
     def _partition_fault(self, a: WorkerId, b: WorkerId, seconds: float, both: bool, hit: WorkerId | None) -> None:
         self.partition(a, b, seconds, both)
+
+    def _drain_fault(self, worker: WorkerId, hit: WorkerId | None) -> None:
+        self.drain(hit or worker)
 
     def _aim(self, name: str, nth: int, fault: Callable[[WorkerId | None], None]) -> None:
         """`fault` strikes once, just after the nth probe `name`: whoever was there, or somebody else."""
@@ -297,6 +319,8 @@ class World:
         for worker in self.workers():
             worker.check()
             assert not list(worker.core.holdings()), f"{worker.stamp.worker} holds pages at rest"
+            most = 2 * self.settings.transfer.max_tombstones  # per side: asked for and not
+            assert len(worker.endpoint.sessions()) <= 2 * most, f"{worker.stamp.worker} remembers too much"
             census = worker.pool.census(())
             assert census.idle, f"{worker.stamp.worker} at rest: {census}"
 
