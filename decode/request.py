@@ -2,10 +2,10 @@
 
 Owns the output tokens until the gateway has them all. Never decides anything: that is `core.DecodeCore`'s.
 
-    Queued -> Incoming -> Running -> Done             Incoming: pages promised, bytes on their way ("Reserved" on the
-       ^   \\      |    /     |                         design's map has no duration here: the offer leaves at once)
-       |    -> Prefilling -  |                         Prefilling: computed on this worker
-       +------ retracted ----+                         Stopping, Leaving: over, but somebody still uses the pages
+    Queued --> Incoming ---+--> Running --> Done      Incoming: pages promised, bytes on their way ("Reserved" on the
+     ^ |                   |      |                   design's map has no duration: the offer leaves at once)
+     | +-----> Prefilling -+      |                   Prefilling: computed on this worker
+     +--------- retracted --------+                   Stopping, Leaving: over, but somebody still uses the pages
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DecodeRequest:
     @property
     def total_len(self) -> int:
         """Most tokens of KV it can ever hold."""
-        return len(self.prompt) + self.sampling.max_tokens
+        return len(self.prompt) + self.limit
 
     def count_tokens(self, first: int, end: int, how: str) -> None:
         """Books prompt tokens [first, end) as cached, local or transferred; each token once."""

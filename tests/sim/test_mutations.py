@@ -18,7 +18,8 @@ from baton.decode.outbox import Outbox
 from baton.decode.request import Done, Incoming
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.sim.data_plane import SimDataPlane
-from baton.deploy.sim.scenarios import SCENARIOS, DangerMissed, run_scenario
+from baton.deploy.sim.plan import DangerMissed
+from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
 from baton.transfer.endpoint import Endpoint
