@@ -12,7 +12,8 @@ Rules:
       sink that ended was fenced, so a source that still asks is answered with Cancel, and that is true.
 - E4  A command for a key that was never known is a bug and raises. A command that crosses the end of its session is
       legal and ignored: the engine has the event that gives its pages back, or is about to get it. That holds for
-      AbortSink, ShipRegion, FinishSource and AbortSource; OpenSink needs a key that was never used.
+      AbortSink, ShipRegion, FinishSource and AbortSource, also when the session has been forgotten by then; OpenSink
+      needs a key that was never used.
 """
 
 from __future__ import annotations
@@ -141,9 +142,9 @@ class Endpoint:
             case OpenSink():
                 return self._out(self._open_sink(command, now))
             case AbortSink():
-                return self._out(self._sinks.apply(command.key, command, now))
+                return self._out(self._sinks.command(command.key, command, now))
             case ShipRegion() | FinishSource() | AbortSource():
-                return self._out(self._sources.apply(command.key, command, now))
+                return self._out(self._sources.command(command.key, command, now))
             case _:
                 assert_never(command)
 

@@ -297,6 +297,18 @@ def test_commands_for_what_never_was_are_bugs_and_those_that_cross_an_end_are_no
     assert here.command(AbortSource(key(1), FAILURE), 0.0) == []
 
 
+def test_a_command_may_cross_even_the_forgetting_of_its_session() -> None:
+    """The engine was away in a long step while its hand-off ended and its memory expired."""
+    here = endpoint()
+    here.on_frame(frame(offer(1)), 0.0)
+    here.on_frame(frame(Cancel(key=key(1), failure=FAILURE)), 0.0)
+    here.on_data(SourceFenced(key(1)), 0.0)
+    later_s = 2 * CONFIG.tombstone_ttl_s
+    here.on_timer(later_s)
+    assert here.sessions() == []
+    assert here.command(AbortSource(key(1), FAILURE), later_s) == []
+
+
 def test_what_ended_is_forgotten_within_bounds_and_answers_of_the_data_plane_may_come_later_still() -> None:
     here = endpoint()
     for number in range(10):

@@ -70,6 +70,7 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         self._unasked: dict[HandoffKey, float] = {}  # the same, for what a frame alone has created
         self._timers: list[tuple[float, int, HandoffKey]] = []  # a heap; entries that no longer hold are skipped
         self._scheduled: dict[HandoffKey, float] = {}
+        self._forgotten = False  # something was, once
         self._pushes = 0
 
     @property
@@ -113,6 +114,14 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         self._enter(key, step.state, now)
         return step.effects
 
+    def command(self, key: HandoffKey, event: InputT, now: float) -> tuple[OutputT, ...]:
+        """`apply`, for what the engine asks for. An engine that was away for long (a long step, a stopped process) may
+        speak of a session that has not only ended but been forgotten since: that is no bug, and it has been told."""
+        if key not in self._states and self._forgotten:
+            self._counters[f"{self._machine.side}.forgotten.{type(event).__name__}"] += 1
+            return ()
+        return self.apply(key, event, now)
+
     def run_timers(self, now: float) -> list[OutputT]:
         self._forget_beyond_bounds(self._ended, now)
         self._forget_beyond_bounds(self._unasked, now)
@@ -151,6 +160,7 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
                 return
             del table[key], self._states[key]
             self._scheduled.pop(key, None)
+            self._forgotten = True
 
     def _note(self, key: HandoffKey, before: StateT, event: InputT, step: Step[StateT, OutputT], now: float) -> None:
         if step.verdict is not Verdict.MOVE and isinstance(event, PeerSilent | PeerDead):
