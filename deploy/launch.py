@@ -88,8 +88,14 @@ class ClusterHandle:
             left_s = deadline_s - clock.now()
             if left_s <= 0:
                 raise LaunchError(f"not ready within {timeout_s} s: {_summary(status)}")
-            status = self._call_controller("wait_status", left_s + CALL_TIMEOUT_S, status.revision, min(left_s, 1.0))
+            status = self.wait_change(status, min(left_s, 1.0))
         return status
+
+    def wait_change(self, seen: ControllerStatus, timeout_s: float) -> ControllerStatus:
+        """The status as soon as it differs from the one seen, or after `timeout_s`."""
+        arguments = (seen.revision, timeout_s)
+        changed: ControllerStatus = self._call_controller("wait_status", timeout_s + CALL_TIMEOUT_S, *arguments)
+        return changed
 
     def actor(self, worker: WorkerId) -> ActorHandle | None:
         """The process that sits there now; None while there is none."""
@@ -147,7 +153,7 @@ class ClusterHandle:
         self._call_controller("shut_down", timeout_s)
         status = self.status(timeout_s)
         while not status.finished and clock.now() < deadline_s:
-            status = self._call_controller("wait_status", timeout_s, status.revision, 1.0)
+            status = self.wait_change(status, 1.0)
 
     def _call_controller(self, method: str, timeout_s: float, *arguments: object) -> Any:
         """A controller that died is restarted by Ray: calls that met its death are made again."""
@@ -281,9 +287,7 @@ def _wait_first_ready(handle: ClusterHandle, on_progress: Progress) -> None:
                 _show_progress(handle, seat.worker, seat.incarnation, shown, on_progress)
         if status.ready:
             return
-        status = ray.get(
-            handle.controller.wait_status.remote(status.revision, PROGRESS_INTERVAL_S), timeout=CALL_TIMEOUT_S
-        )
+        status = handle.wait_change(status, PROGRESS_INTERVAL_S)
 
 
 def _show_progress(

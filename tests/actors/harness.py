@@ -7,6 +7,7 @@ import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import ray
 
@@ -22,7 +23,7 @@ from baton.common.config import (
 )
 from baton.common.engine.fake_runner import fake_generate
 from baton.common.errors import BatonError, ErrorCode, RequestError
-from baton.common.ids import WorkerId
+from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import SamplingParams
 from baton.deploy.client import Client, ClusterUnreachable
 from baton.deploy.launch import ClusterHandle
@@ -155,11 +156,31 @@ def kill(cluster: ClusterHandle, worker: WorkerId, number: int = signal.SIGKILL)
     return True
 
 
+def wait_settled(cluster: ClusterHandle) -> None:
+    """Every seat is filled by a process that runs: also those whose death nobody has noticed yet are waited for."""
+    clock = MonotonicClock()
+    deadline_s = clock.now() + WAIT_S
+    while True:
+        status = cluster.wait_ready(WAIT_S)
+        if all(_runs(cluster, member.stamp) for member in status.members):
+            return
+        assert clock.now() < deadline_s, status.seats
+        cluster.wait_change(status, 0.5)
+
+
+def _runs(cluster: ClusterHandle, stamp: Stamp) -> bool:
+    pid = recorded_pid(cluster.plan.run_dir, actor_name(stamp.worker, stamp.incarnation))
+    try:
+        return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZT"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_clean(cluster: ClusterHandle) -> dict[WorkerId, dict[str, int]]:
     """Every worker is back and has only free and cached pages. Returns their books."""
     clock = MonotonicClock()
     deadline_s = clock.now() + WAIT_S
-    cluster.wait_ready(WAIT_S)
+    wait_settled(cluster)
     workers = [seat.spec.worker for seat in cluster.plan.seats if seat.spec.role != "gateway"]
     while True:
         books: dict[WorkerId, dict[str, int]] = {}

@@ -71,7 +71,7 @@ def wait_for(cluster: ClusterHandle, wanted: Callable[[ControllerStatus], bool])
     status = cluster.status()
     while not wanted(status):
         assert clock.now() < deadline_s, status
-        status = ray.get(cluster.controller.wait_status.remote(status.revision, 1.0))
+        status = cluster.wait_change(status, 1.0)
     return status
 
 

@@ -22,6 +22,7 @@ from harness import (
     kill_config,
     question,
     wait_clean,
+    wait_settled,
 )
 from paced import PACED
 
@@ -46,7 +47,7 @@ def shared_cluster(ray_session: None) -> Iterator[ClusterHandle]:
 
 @pytest.fixture
 def cluster(shared_cluster: ClusterHandle) -> Iterator[ClusterHandle]:
-    shared_cluster.wait_ready(WAIT_S)
+    wait_settled(shared_cluster)
     yield shared_cluster
     wait_clean(shared_cluster)
 
@@ -177,5 +178,5 @@ def test_everything_dies_at_once(cluster: ClusterHandle, client: Client) -> None
         assert outcome.right or outcome.no_worker, outcome.error
         assert outcome.took_s < REQUEST_TIMEOUT_S + LATE_S
     pool.shutdown()
-    cluster.wait_ready(WAIT_S)
+    wait_settled(cluster)
     check(ask_all(client, [question(rng) for _ in range(4)]))

@@ -44,16 +44,22 @@ class Soak:
 
 
 @pytest.fixture(params=["local", "zmq", "ucx"])
-def cluster(ray_session: None, request: pytest.FixtureRequest) -> Iterator[ClusterHandle]:
-    handle = launch(kill_config(f"soak-{request.param}", lanes=(request.param, "zmq")), class_paths=PACED)
+def lane(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cluster(ray_session: None, lane: str) -> Iterator[ClusterHandle]:
+    handle = launch(kill_config(f"soak-{lane}", lanes=(lane, "zmq")), class_paths=PACED)
     yield handle
     handle.shutdown()
 
 
-def test_random_kills_under_load(cluster: ClusterHandle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_kills_under_load(cluster: ClusterHandle, lane: str, capsys: pytest.CaptureFixture[str]) -> None:
     seed = 20261129
     rng = random.Random(seed)
     killed: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     started = time.monotonic()
     with Client(cluster.gateway_url) as client, ThreadPoolExecutor(CLIENTS) as pool:
         soak = Soak(client, seed)
@@ -70,6 +76,8 @@ def test_random_kills_under_load(cluster: ClusterHandle, capsys: pytest.CaptureF
             soak.stop.set()
         for loop in loops:
             loop.result()
+        for use in client.status().lanes:
+            used[use.lane] += use.transfers
     books = wait_clean(cluster)
     outcomes = soak.outcomes
     right = [outcome for outcome in outcomes if outcome.right]
@@ -80,8 +88,10 @@ def test_random_kills_under_load(cluster: ClusterHandle, capsys: pytest.CaptureF
         print(
             f"\n{cluster.plan.config.cluster}: {sum(killed.values())} kills in {time.monotonic() - started:.0f} s:",
             f"{len(outcomes)} requests, {len(right)} right, {len(no_worker)} without a worker, {len(wrong)} wrong;",
-            f"slowest {max(outcome.took_s for outcome in outcomes):.1f} s; {dict(sorted(killed.items()))}; {books}",
+            f"slowest {max(outcome.took_s for outcome in outcomes):.1f} s.\n",
+            f"killed: {dict(sorted(killed.items()))}\n  hand-offs by lane: {dict(used)}\n  pages afterwards: {books}",
         )
     assert not wrong, [(str(outcome.error), outcome.text) for outcome in wrong[:3]]
     assert not late
     assert len(right) > KILLS
+    assert used[lane] > 0
