@@ -141,12 +141,16 @@ class EngineLoop:
         return self._inbox.put(event)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
-        """Runs `function` on the engine thread between two steps: the way to read KV state from outside."""
+        """Runs `function` on the engine thread between two steps: the way to read KV state from outside. It must not
+        change anything: what it raises is the asker's, the engine goes on."""
         future: Future[ResultT] = Future()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
-                future.set_result(function())
+                try:
+                    future.set_result(function())
+                except Exception as error:  # noqa: BLE001 - the top frame of a foreign question
+                    future.set_exception(error)
 
         if not self._inbox.put(_Call(run)):
             future.cancel()

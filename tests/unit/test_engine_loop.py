@@ -164,6 +164,23 @@ def test_a_bug_in_the_core_ends_the_process(bench: Bench) -> None:
     assert bench.fatal.wait(WAIT_S)
 
 
+def test_a_question_that_fails_is_the_askers_problem(bench: Bench) -> None:
+    def ask() -> int:
+        raise ValueError("there is no such page")
+
+    with pytest.raises(ValueError, match="no such page"):
+        bench.loop.call(ask).result(WAIT_S)
+    assert bench.loop.deliver("a")
+    assert bench.next() == ("handled", "a")
+    assert not bench.fatal.is_set()
+
+
+def test_idle_is_told_after_everything_that_was_delivered(bench: Bench) -> None:
+    bench.loop.deliver("a")
+    assert bench.loop.wait_idle(WAIT_S)
+    assert bench.next() == ("handled", "a")
+
+
 def test_a_call_after_the_end_does_not_hang() -> None:
     bench = Bench()
     assert bench.loop.stop(WAIT_S)
