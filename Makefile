@@ -44,6 +44,9 @@ sim: $(READY)
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py
 
+bench-transfer: $(READY)
+	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
+
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 

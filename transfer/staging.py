@@ -231,8 +231,10 @@ def digest_of(data: Bytes) -> int:
 def digest_of_pages(pool: Bytes, pages: PageIds) -> int:
     """xxh3-64 of the pages' bytes, as if gathered."""
     hasher = xxhash.xxh3_64()
-    for first, count, _ in runs(pages):
-        hasher.update(pool[first : first + count].reshape(-1).data)
+    page_bytes = pool.shape[1]
+    memory = pool.reshape(-1).data  # slicing a memoryview costs a tenth of slicing an array
+    for first, count in runs(pages):
+        hasher.update(memory[first * page_bytes : (first + count) * page_bytes])
     return int(hasher.intdigest())
 
 
@@ -257,11 +259,12 @@ def _whole_words(rows: Bytes) -> bool:
     return rows.shape[1] % 8 == 0 and rows.ctypes.data % 8 == 0
 
 
-def runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
-    """(first page, count, offset in `pages`) of each stretch of consecutive page ids."""
+def runs(pages: PageIds) -> Iterator[tuple[int, int]]:
+    """(first page, count) of each stretch of consecutive page ids."""
     if len(pages) == 0:
         return
     starts = np.flatnonzero(np.diff(pages) != 1) + 1
     bounds = [0, *starts.tolist(), len(pages)]
-    for at, end in pairwise(bounds):
-        yield int(pages[at]), end - at, at
+    firsts = pages[bounds[:-1]].tolist()
+    for first, (at, end) in zip(firsts, pairwise(bounds), strict=True):
+        yield first, end - at
