@@ -1,4 +1,4 @@
-"""The compiled kernels (attention, float32 linear layers): built once per machine and source, called through ctypes.
+"""The compiled kernels (attention, float32 linear layers, norms): built once per machine and called through ctypes.
 
 Owns: the build (into the cache folder, keyed by everything that decides the machine code) and the foreign signatures.
 A call releases the interpreter lock, so that the I/O thread runs while a step computes. Never: decides what
@@ -12,6 +12,7 @@ import functools
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
@@ -62,18 +63,33 @@ class LinearArgs(ctypes.Structure):
     ]
 
 
+class NormArgs(ctypes.Structure):
+    """`NormArgs` in csrc/norm.cpp, field for field."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("is_bf16", "rows", "size")),
+        *((name, c_void_p) for name in ("x", "weight", "y")),
+        ("eps", c_double),
+        ("round_first", c_int64),
+    ]
+
+
 class Kernels:
-    """The loaded library. `attend` and `linear` take a pointer to their arguments."""
+    """The loaded library. Each function takes a pointer to its arguments."""
 
     def __init__(self, library: Path) -> None:
-        loaded = ctypes.CDLL(str(library))
-        for function, args in ((loaded.baton_attend, _AttendArgs), (loaded.baton_linear, LinearArgs)):
-            function.argtypes, function.restype = [ctypes.POINTER(args)], None
-        for size, args in ((loaded.baton_attend_args_bytes, _AttendArgs), (loaded.baton_linear_args_bytes, LinearArgs)):
-            size.restype = c_int64
-            assert size() == ctypes.sizeof(args), f"{args.__name__} differs in C++ and Python"
-        self.attend = loaded.baton_attend
-        self.linear = loaded.baton_linear
+        self._library = ctypes.CDLL(str(library))
+        self.attend = self._function("attend", _AttendArgs)
+        self.linear = self._function("linear", LinearArgs)
+        self.norm = self._function("norm", NormArgs)
+
+    def _function(self, name: str, args: type[ctypes.Structure]) -> Callable[[object], None]:
+        size = self._library[f"baton_{name}_args_bytes"]
+        size.restype = c_int64
+        assert size() == ctypes.sizeof(args), f"{args.__name__} differs in C++ and Python"
+        function = self._library[f"baton_{name}"]
+        function.argtypes, function.restype = [ctypes.POINTER(args)], None
+        return function
 
 
 class CompiledPagedAttention:

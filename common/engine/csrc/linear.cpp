@@ -1,6 +1,7 @@
-// y = x W^T + b in float32, the weight repacked in panels of 64 outputs: [outputs / 64][inputs][64], the last one padded
-// with zeros. Small batches stream the weight once, at the speed of memory; large ones keep a panel in the cache. Every
-// output is one chain of multiply-adds over the inputs, so a row's result does not depend, to the bit, on its batch.
+// y = x W^T + b in float32, the weight repacked in panels of 64 outputs: [outputs / 64][inputs][64], the last panel
+// padded with zeros. Small batches stream the weight once, at the speed of memory; large ones keep a panel in the
+// cache. Every output is one chain of multiply-adds over the inputs, so a row's result does not depend, to the bit, on
+// its batch.
 
 #include <algorithm>
 #include <atomic>

@@ -1,9 +1,9 @@
 // Attention over paged KV for packed ragged batches. Called through ctypes with plain pointers: no torch headers, so it
 // builds in seconds, and it runs on torch's own OpenMP threads.
 //
-// Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values are
-// small products over the (query, head of the group) pairs. What is computed for a query depends on its own row alone:
-// blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number
+// Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values
+// are small products over the (query, head of the group) pairs. What is computed for a query depends on its own row
+// alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number
 // of threads changes a bit of its result.
 
 #include <algorithm>
@@ -268,7 +268,8 @@ class Attention {
             while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
             const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
             std::fill_n(work.scores, active * kKeyBlock, 0.0f);
-            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, kKeyBlock, work.scores, kKeyBlock);
+            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, kKeyBlock, work.scores,
+                    kKeyBlock);
             for (int64_t r = 0; r < active; ++r) {
                 const int64_t q = q_first + r / group_;
                 weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
@@ -303,7 +304,7 @@ class Attention {
         }
     }
 
-    // Turns a row's scores of one block into weights, relative to the maximum so far; what was summed before is rescaled.
+    // Turns a row's scores of one block into weights relative to the maximum so far; rescales what was summed before.
     void weigh(float* scores, int64_t begin, int64_t end, float* stats, float* values) const {
         const float maximum = std::max(stats[0], mask(scores, begin, end, kKeyBlock));
         if (maximum > stats[0]) {
@@ -315,8 +316,9 @@ class Attention {
         stats[1] += exponentiate(scores, kKeyBlock, maximum);
     }
 
-    // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock]; returns the addresses of V as floats.
-    const float* const* load_block(const Item& item, int64_t block, int64_t count, float* keys_t, float* value_block) const {
+    // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock], returns where V's float rows are.
+    const float* const* load_block(const Item& item, int64_t block, int64_t count, float* keys_t,
+                                   float* value_block) const {
         const T** rows = at_least(pointers<T>, kKeyBlock);
         locate(item.row, 0, item.kv_head, block, block + count, rows);
         for (int64_t j = 0; j < kKeyBlock; j += 16)

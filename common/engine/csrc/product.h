@@ -1,5 +1,5 @@
-// A small dense product, the inner loop of everything here. Each element of C is one chain of multiply-adds in the order
-// of k, so its bits depend neither on how many rows or columns are computed along with it nor on who computes them.
+// A small dense product, the inner loop of attention. Each element of C is one chain of multiply-adds in the order of
+// k, so its bits depend neither on how many rows or columns are computed along with it nor on who computes them.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,8 @@ template <int V, class T>
 void product_columns(const float* a, int64_t a_stride, const T* const* b, int64_t col, int64_t rows, int64_t depth,
                      float* c, int64_t c_stride) {
     int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) product_tile<6, V>(a + r * a_stride, a_stride, b, col, depth, c + r * c_stride, c_stride);
+    for (; r + 6 <= rows; r += 6)
+        product_tile<6, V>(a + r * a_stride, a_stride, b, col, depth, c + r * c_stride, c_stride);
     a += r * a_stride;
     c += r * c_stride;
     switch (rows - r) {
@@ -46,8 +47,8 @@ void product_columns(const float* a, int64_t a_stride, const T* const* b, int64_
 
 // C[rows][columns] += A[rows][depth] B[depth][columns]; `b` points to B's rows; columns is a multiple of 16.
 template <class T>
-void product(const float* a, int64_t a_stride, const T* const* b, int64_t rows, int64_t depth, int64_t columns, float* c,
-             int64_t c_stride) {
+void product(const float* a, int64_t a_stride, const T* const* b, int64_t rows, int64_t depth, int64_t columns,
+             float* c, int64_t c_stride) {
     int64_t col = 0;
     for (; col + 64 <= columns; col += 64) product_columns<4>(a, a_stride, b, col, rows, depth, c + col, c_stride);
     if (col + 32 <= columns) {

@@ -65,8 +65,8 @@ inline float max_of(f32x16 value) {
     return lane[0];
 }
 
-// e^x for x <= 0 and a little above (the range of a softmax), to about 1 ulp; 0 below -87. Splits x into n ln 2 + r with
-// |r| <= ln 2 / 2 and evaluates the Taylor polynomial of e^r (its remainder there is below 2^-25 from degree 7 on).
+// e^x for x <= 0 and a little above (the range of a softmax), to about 1 ulp; 0 below -87. Splits x into n ln 2 + r
+// with |r| <= ln 2 / 2 and evaluates the Taylor polynomial of e^r (its remainder there is below 2^-25 from degree 7).
 inline f32x16 exp16(f32x16 x) {
     const f32x16 clamped = max16(x, splat16(-87.0f));
     const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer

@@ -1,0 +1,71 @@
+"""Root-mean-square norms in one kernel call instead of eight torch operations.
+
+`transformers` has one such class per family, with small differences. A layer is replaced only when it is one by its
+parts and our kernel reproduces its output on random input; any other keeps its own code.
+Never: trusts a class's name for what the class computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import nn
+
+from baton.common.engine.kernels import Kernels, NormArgs
+
+_EPS_NAMES = ("variance_epsilon", "eps")
+
+
+class CompiledRmsNorm(nn.Module):
+    """`x / rms(x) * (shift + weight)`. Used by one thread at a time (the arguments are kept between calls)."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, shift: float, round_first: bool, kernels: Kernels) -> None:
+        super().__init__()
+        self._weight = (weight.detach().float() + shift).contiguous()
+        self._size = len(weight)
+        self._norm = kernels.norm
+        self._args = NormArgs(
+            is_bf16=weight.dtype == torch.bfloat16,
+            size=self._size,
+            weight=self._weight.data_ptr(),
+            eps=eps,
+            round_first=round_first,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        args = self._args
+        args.rows, args.x, args.y = x.numel() // self._size, x.data_ptr(), y.data_ptr()
+        self._norm(ctypes.byref(args))
+        return y
+
+
+def replace_norms(model: nn.Module, kernels: Kernels) -> None:
+    """Replaces every norm of `model` that our kernel is found to reproduce."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = _replacement(child, kernels)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | None:
+    parameters = dict(norm.named_parameters())
+    eps = next((getattr(norm, name) for name in _EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
+    weight = parameters.get("weight")
+    if eps is None or weight is None or len(parameters) > 1 or weight.dim() != 1 or len(weight) % 16:
+        return None
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    probe = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    with torch.inference_mode():
+        expected = norm(probe)
+        for shift, round_first in ((0.0, True), (1.0, False)):  # Llama's order of rounding, and Gemma's
+            candidate = CompiledRmsNorm(weight, eps, shift, round_first, kernels)
+            # One unit of the last bfloat16 place may differ; another formula differs by far more.
+            tolerance = 1e-5 if weight.dtype == torch.float32 else 1e-2
+            if torch.allclose(candidate(probe), expected, rtol=tolerance, atol=1e-6):
+                return candidate
+    return None

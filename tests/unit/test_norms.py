@@ -1,0 +1,55 @@
+"""The norm kernel stands in for the families' own classes only where it computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
+from baton.common.engine.norms import CompiledRmsNorm, replace_norms
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_known_families_are_replaced_and_agree(kernels: Kernels, family: type[nn.Module], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(family(80))
+    nn.init.normal_(model[0].weight)
+    model = model.to(dtype)
+    x = 5 * torch.randn(1, 70, 2, 80).to(dtype)
+    with torch.inference_mode():
+        expected = model(x)
+        replace_norms(model, kernels)
+        assert isinstance(model[0], CompiledRmsNorm)
+        ours = model(x)
+        torch.testing.assert_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+        assert torch.equal(model(x[:, 7:8]), ours[:, 7:8])
+
+
+class MeanNorm(nn.Module):
+    """Looks like a norm by its parts, and is another function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True))
+
+
+def test_anything_else_keeps_its_own_code(kernels: Kernels) -> None:
+    model = nn.Sequential(MeanNorm(), nn.LayerNorm(32), LlamaRMSNorm(40))  # 40 is not a multiple of 16
+    replace_norms(model, kernels)
+    assert [type(layer) for layer in model] == [MeanNorm, nn.LayerNorm, LlamaRMSNorm]
