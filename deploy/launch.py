@@ -180,6 +180,10 @@ def launch(
     process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
     config = _checked(config)
     owns_ray = _connect(config, ray_address, on_progress, ray_temp_dir)
+    free_cpus = ray.available_resources().get("CPU", 0.0)
+    if free_cpus < config.prefill + config.decode:
+        # Not an error: Ray may be about to add nodes. But nobody should wait without knowing for what.
+        on_progress(f"Ray has {free_cpus:g} free CPUs; {config.prefill + config.decode} workers wait for one each")
     plan = ClusterPlan(
         config=config,
         keys=ClusterKeys.generate(),
