@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint docs setup sim soak bench bench-transfer bench-engine clean
+.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-engine bench-pd clean
 
 setup: $(READY)
 
@@ -46,6 +46,23 @@ soak: $(READY)
 
 bench-transfer: $(READY)
 	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
+
+# All 200 reference prompts through a real cluster with the real model: 3 lanes, prefix cache on and off; half an hour.
+parity: $(READY)
+	$(BIN)/python -m pytest -m slow tests/actors/test_parity.py
+
+# What `transformers` generates, stored for the tests; about 20 minutes.
+references: $(READY)
+	$(BIN)/python tests/data/references/make_references.py
+
+# Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
+bench: bench-transfer bench-engine bench-pd
+bench-transfer: $(READY)
+	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
+bench-engine: $(READY)
+	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
+bench-pd: $(READY)
+	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
 
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
