@@ -90,6 +90,7 @@ class Outcome:
     text: str | None
     error: BatonError | None
     took_s: float
+    lane: str = ""  # of the last hand-off; "" when decode prefilled itself
 
     @property
     def right(self) -> bool:
@@ -107,18 +108,19 @@ class Outcome:
 def ask(client: Client, asked: Question) -> Outcome:
     clock = MonotonicClock()
     start_s = clock.now()
-    text, error = None, None
+    text, error, lane = None, None, ""
     try:
-        text = client.complete(
+        answer = client.complete(
             list(asked.prompt),
             max_tokens=asked.max_tokens,
             temperature=asked.temperature,
             seed=asked.seed,
             ignore_eos=True,
-        ).text
+        )
+        text, lane = answer.text, answer.timeline.lane
     except (RequestError, ClusterUnreachable) as failure:
         error = failure
-    return Outcome(asked, text, error, clock.now() - start_s)
+    return Outcome(asked, text, error, clock.now() - start_s, lane)
 
 
 def ask_all(client: Client, questions: list[Question], at_once: int = 8) -> list[Outcome]:
