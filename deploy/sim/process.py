@@ -186,7 +186,9 @@ class WorkerProcess(MemberProcess):
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         settings = world.settings
         pages = settings.prefill_pages if role == "prefill" else settings.decode_pages
-        self.pool = KvPool(pages + 1, settings.page_size, settings.rows, settings.max_context_len)
+        self.pool = KvPool(
+            pages + 1, settings.page_size, settings.rows, settings.max_context_len, settings.prefix_cache
+        )
         self.runner: FakeRunner = fake_runner(
             pages + 1, settings.page_size, max_positions=settings.max_context_len, cost=settings.step
         )

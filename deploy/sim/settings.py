@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
@@ -39,6 +40,7 @@ class WorldSettings:
     prefill_pages: int = 64
     decode_pages: int = 64
     rows: int = 8
+    prefix_cache: Literal["radix", "chunk"] = "radix"
     max_context_len: int = 128
     requests: int = 12
     arrival_s: float = 1.0  # requests arrive within this time
@@ -127,4 +129,5 @@ def random_settings(seed: int) -> WorldSettings:
             max_queued_requests=rng.choice((4, 64)),
             local_prefill_max_tokens=rng.choice((0, 0, 8)),
         ),
+        prefix_cache="chunk" if rng.random() < 0.2 else "radix",
     )
