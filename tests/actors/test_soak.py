@@ -87,7 +87,7 @@ def test_random_kills_under_load(cluster: ClusterHandle, lane: str, capsys: pyte
             f"\n{cluster.plan.config.cluster}: {sum(killed.values())} kills in {time.monotonic() - started:.0f} s:",
             f"{len(outcomes)} requests, {len(right)} right, {len(no_worker)} without a worker, {len(wrong)} wrong;",
             f"slowest {max(outcome.took_s for outcome in outcomes):.1f} s.\n",
-            f"killed: {dict(sorted(killed.items()))}\n  last hand-offs by lane: {dict(used)}\n  pages after it: {books}",
+            f"killed: {dict(sorted(killed.items()))}\n  last hand-offs by lane: {dict(used)}\n  pages: {books}",
         )
     assert not wrong, [(str(outcome.error), outcome.text) for outcome in wrong[:3]]
     assert not late
