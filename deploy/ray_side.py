@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from baton.common.errors import BatonError
 from baton.common.ids import WorkerId
 from baton.common.log import EventLog
 from baton.transfer.actor import CONCURRENCY_GROUPS, ProcessReport
@@ -71,7 +72,8 @@ def watch_process(handle: ActorHandle, on_start_failed: Callable[[str], None], o
     def started(future: Any) -> None:
         error = future.exception()
         if isinstance(error, RayTaskError):  # else it is loaded, or died: `on_dead` tells
-            on_start_failed(str(error.cause))
+            cause = error.cause
+            on_start_failed(str(cause) if isinstance(cause, BatonError) else f"{type(cause).__name__}: {cause}")
 
     def ended(future: Any) -> None:
         error = future.exception()
