@@ -241,8 +241,7 @@ class IoThread:
         if sender.worker == CONTROLLER:
             self._on_controller(sender, body, now)
             return
-        listed = self._roster.members.get(sender.worker)
-        if listed is None or listed.stamp != sender:
+        if not self._roster.lists(sender):
             self._dropped["frame_of_unlisted_process"] += 1
             return
         self._apply(self._roster.on_heard(sender, now), now)

@@ -68,8 +68,7 @@ class Roster:
 
     def on_heard(self, sender: Stamp, now: float) -> Changes:
         """Any frame of a member shows that it lives."""
-        member = self._members.get(sender.worker)
-        if member is None or member.stamp != sender:
+        if not self.lists(sender):
             return NO_CHANGE
         self._heard_s[sender.worker] = now
         if sender.worker not in self._silent:
@@ -114,6 +113,11 @@ class Roster:
         """The controller counts this very process among the members."""
         latest = self._latest
         return latest is not None and any(member.stamp == self._stamp for member in latest.members)
+
+    def lists(self, stamp: Stamp) -> bool:
+        """The very process `stamp` is a member."""
+        member = self._members.get(stamp.worker)
+        return member is not None and member.stamp == stamp
 
     @property
     def latest(self) -> Membership | None:

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import importlib.util
 import os
 import secrets
@@ -27,12 +25,10 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -42,8 +38,8 @@ from baton.common.ids import Stamp
 from baton.common.log import EventLog
 from baton.common.messages import LaneAddress
 from baton.transfer.transports.base import Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent, Watcher
+from baton.transfer.transports.ucx_parts import DOOR_BYTES, Endpoint, Hello, Seal, Ucxx, Welcome
 
-_DOOR_BYTES = 8192
 _TAGS_PER_ASK = 8
 _DROP_BIT = 1 << 63
 _CANCEL_TIMEOUT_S = 2.0
@@ -60,116 +56,12 @@ def why_unavailable() -> str:
     return "" if importlib.util.find_spec("ucxx") else "ucxx is not installed (pip install 'baton-pd[ucx]')"
 
 
-# What we use of ucxx, which has no types.
-
-
-class _Endpoint(Protocol):
-    closed: bool
-
-    def send(self, buffer: npt.NDArray[np.generic], tag: object, force_tag: bool) -> Awaitable[None]: ...
-
-    def recv(self, buffer: npt.NDArray[np.generic], tag: object, force_tag: bool) -> Awaitable[None]: ...
-
-    def abort(self, period: int) -> None: ...
-
-
-class _Worker(Protocol):
-    def stop_request_notifier_thread(self) -> None: ...
-
-    def stop_progress_thread(self) -> None: ...
-
-
-class _WorkerAddress(Protocol):
-    def tobytes(self) -> bytes: ...
-
-
-class _Context(Protocol):
-    worker: _Worker
-    worker_address: _WorkerAddress
-
-    def recv(self, buffer: npt.NDArray[np.generic], tag: object) -> Awaitable[None]: ...
-
-    def create_endpoint_from_worker_address(self, address: object) -> Awaitable[_Endpoint]: ...
-
-    def stop_notifier_thread(self) -> None: ...
-
-
-class _Ucxx:
-    """The names we need. Imported late: its environment must be set first, and it need not be there."""
-
-    def __init__(self) -> None:
-        import ucxx._lib.libucxx as native
-        from ucxx.core import ApplicationContext
-
-        self.error = cast(type[Exception], native.UCXError)
-        self.closed = cast(type[Exception], native.UCXCloseError)
-        self.tag = cast(Callable[[int], object], native.UCXXTag)
-        self.parse_address = cast(Callable[[bytes], object], native.UCXAddress.create_from_buffer)
-        self._new_context = ApplicationContext
-
-    def new_context(self) -> _Context:
-        """In a running loop, which UCX tells of every completion. Other progress modes burn a core when idle."""
-        return cast(_Context, self._new_context({}, progress_mode="thread", enable_python_future=True))
-
-
-class _Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """receiver -> source's door."""
-
-    stamp: Stamp
-    meant_for: int  # epoch
-    worker: bytes
-    reply_tag: int
-    nonce: bytes
-
-
-class _Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """source -> receiver: asks go under `ask_tag`."""
-
-    stamp: Stamp
-    nonce: bytes
-    ask_tag: int
-
-
-class _Seal:
-    """Fixed-size messages that only holders of the secret can make."""
-
-    def __init__(self, secret: str) -> None:
-        self._key = bytes.fromhex(secret)
-
-    def close(self, message: _Hello | _Welcome) -> Bytes:
-        body = msgspec.msgpack.encode(message)
-        sealed = struct.pack("<I", len(body)) + self._mac(type(message).__name__, body) + body
-        assert len(sealed) <= _DOOR_BYTES, len(sealed)
-        return np.frombuffer(sealed.ljust(_DOOR_BYTES, b"\0"), dtype=np.uint8).copy()
-
-    def open_hello(self, sealed: Bytes) -> _Hello | None:
-        body = self._checked(sealed, _Hello.__name__)
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(body, type=_Hello)
-        return None
-
-    def open_welcome(self, sealed: Bytes) -> _Welcome | None:
-        body = self._checked(sealed, _Welcome.__name__)
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(body, type=_Welcome)
-        return None
-
-    def _checked(self, sealed: Bytes, kind: str) -> bytes:
-        data = sealed.tobytes()
-        (length,) = struct.unpack_from("<I", data)
-        mac, body = data[4:36], data[36 : 36 + length]
-        return body if hmac.compare_digest(mac, self._mac(kind, body)) else b""
-
-    def _mac(self, kind: str, body: bytes) -> bytes:
-        return hmac.digest(self._key, kind.encode() + b"\0" + body, hashlib.sha256)
-
-
 @dataclass(slots=True, eq=False)
 class _Link:
     """Towards a source, on the receiver's side."""
 
     peer: Stamp
-    endpoint: _Endpoint | None = None
+    endpoint: Endpoint | None = None
     ask_tag: int = 0  # 0: not welcomed yet
     ops: dict[int, int] = field(default_factory=dict)  # op -> tag
     cancelled: set[int] = field(default_factory=set)
@@ -182,7 +74,7 @@ class _Caller:
     """A proven receiver, on the source's side."""
 
     peer: Stamp
-    endpoint: _Endpoint
+    endpoint: Endpoint
     ask_tag: int
     asked: dict[int, None] = field(default_factory=dict)
 
@@ -196,11 +88,19 @@ class _Ready:
 class _Core:
     """Everything that lives on the loop's thread."""
 
-    def __init__(self, ucxx: _Ucxx, stamp: Stamp, secret: str, report: Callable[[TransportEvent], None]) -> None:
+    def __init__(
+        self,
+        ucxx: Ucxx,
+        stamp: Stamp,
+        secret: str,
+        report: Callable[[TransportEvent], None],
+        crash: Callable[[BaseException | None], None],
+    ) -> None:
         self._ucxx = ucxx
         self._stamp = stamp
-        self._seal = _Seal(secret)
+        self._seal = Seal(secret)
         self._report = report
+        self._crash = crash
         self._context = ucxx.new_context()
         self._loop = asyncio.get_running_loop()
         self._links: dict[Stamp, _Link] = {}
@@ -278,13 +178,13 @@ class _Core:
 
     # ---------------------------------------------------------------------------------------- receiver
 
-    async def _post(self, endpoint: _Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
+    async def _post(self, endpoint: Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
         """Receives into `buffer`; raises when the endpoint is, or gets, closed."""
         if endpoint.closed:
             raise self._ucxx.closed("closed")
         await endpoint.recv(buffer, self._ucxx.tag(tag), force_tag=True)
 
-    async def _push(self, endpoint: _Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
+    async def _push(self, endpoint: Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
         """Sends `buffer`; raises when the endpoint is, or gets, closed."""
         if endpoint.closed:
             raise self._ucxx.closed("closed")
@@ -292,14 +192,14 @@ class _Core:
 
     async def _connect(self, link: _Link, worker: bytes, door: int) -> None:
         nonce, reply_tag = secrets.token_bytes(16), _new_tag()
-        reply = np.zeros(_DOOR_BYTES, dtype=np.uint8)
+        reply = np.zeros(DOOR_BYTES, dtype=np.uint8)
         try:
             endpoint = await self._context.create_endpoint_from_worker_address(self._ucxx.parse_address(worker))
             if self._links.get(link.peer) is not link:  # given up meanwhile
                 endpoint.abort(period=_ABORT_NS)
                 return
             link.endpoint = endpoint
-            hello = self._seal.close(_Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
+            hello = self._seal.close(Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
             await asyncio.gather(self._post(endpoint, reply, reply_tag), self._push(endpoint, hello, door))
         except self._ucxx.error as error:
             self._break(link, f"cannot connect: {error}")
@@ -374,7 +274,7 @@ class _Core:
 
     async def _answer_door(self) -> None:
         """Reads one fixed-size message after the other; without the right seal nothing follows from it."""
-        sealed = np.zeros(_DOOR_BYTES, dtype=np.uint8)
+        sealed = np.zeros(DOOR_BYTES, dtype=np.uint8)
         while not self._closing.is_set():
             sealed[:] = 0  # a short message must not be read with the end of the one before
             try:
@@ -397,7 +297,7 @@ class _Core:
         await self._push(endpoint, np.zeros(1, dtype=np.uint8), self.door)
         endpoint.abort(period=_ABORT_NS)
 
-    async def _welcome(self, hello: _Hello) -> None:
+    async def _welcome(self, hello: Hello) -> None:
         try:
             address = self._ucxx.parse_address(hello.worker)
             endpoint = await self._context.create_endpoint_from_worker_address(address)
@@ -407,7 +307,7 @@ class _Core:
             caller = _Caller(hello.stamp, endpoint, _new_tag())
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))
-            welcome = self._seal.close(_Welcome(self._stamp, hello.nonce, caller.ask_tag))
+            welcome = self._seal.close(Welcome(self._stamp, hello.nonce, caller.ask_tag))
             await self._push(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
             _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))
@@ -459,7 +359,12 @@ class _Core:
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._crash(task.exception())
 
 
 class UcxTransport:
@@ -471,6 +376,7 @@ class UcxTransport:
         env.tune_ucx(_interface_of(bind_host))
         self._watcher = watcher
         self._events: deque[TransportEvent] = deque()
+        self._crashed: BaseException | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         started: Future[tuple[asyncio.AbstractEventLoop, _Core]] = Future()
         self._thread = threading.Thread(
@@ -506,6 +412,8 @@ class UcxTransport:
     def poll(self) -> list[TransportEvent]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+        if self._crashed is not None:
+            raise RuntimeError("a bug on the UCX thread") from self._crashed
         return [self._events.popleft() for _ in range(len(self._events))]
 
     @property
@@ -530,12 +438,12 @@ class UcxTransport:
 
     async def _main(self, started: Future[tuple[asyncio.AbstractEventLoop, _Core]], stamp: Stamp, secret: str) -> None:
         try:
-            ucxx = _Ucxx()
+            ucxx = Ucxx()
         except ImportError as error:
             started.set_exception(ConfigError("transfer.lanes", "ucx", f"ucxx cannot be imported: {error}"))
             return
         try:
-            core = _Core(ucxx, stamp, secret, self._report)
+            core = _Core(ucxx, stamp, secret, self._report, self._crash)
         except ucxx.error as error:
             started.set_exception(ConfigError("transfer.lanes", "ucx", f"UCX does not start: {error}"))
             return
