@@ -436,6 +436,11 @@ class UcxTransport:
         self._events.append(event)
         os.eventfd_write(self._wake_fd, 1)
 
+    def _crash(self, error: BaseException | None) -> None:
+        """On the UCX thread; the owner raises it where it polls: operations may never end otherwise."""
+        self._crashed = error
+        os.eventfd_write(self._wake_fd, 1)
+
     async def _main(self, started: Future[tuple[asyncio.AbstractEventLoop, _Core]], stamp: Stamp, secret: str) -> None:
         try:
             ucxx = Ucxx()
