@@ -44,9 +44,6 @@ sim: $(READY)
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py
 
-bench-transfer: $(READY)
-	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
-
 # All 200 reference prompts through a real cluster with the real model: 3 lanes, prefix cache on and off; half an hour.
 parity: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_parity.py
