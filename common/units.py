@@ -1,4 +1,5 @@
-"""Conversions between tokens and pages. The only module that divides by a page size."""
+"""Conversions between tokens and pages. Only what works on whole arrays of positions (packing, kernels) divides by a
+page size itself."""
 
 from __future__ import annotations
 
@@ -16,11 +17,6 @@ def whole_pages(tokens: int, page_size: int) -> int:
 def page_floor(tokens: int, page_size: int) -> int:
     """The largest multiple of ``page_size`` that is not above ``tokens``."""
     return tokens // page_size * page_size
-
-
-def page_ceil(tokens: int, page_size: int) -> int:
-    """The smallest multiple of ``page_size`` that is not below ``tokens``."""
-    return pages_for_tokens(tokens, page_size) * page_size
 
 
 def format_bytes(count: float) -> str:

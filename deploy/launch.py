@@ -104,20 +104,6 @@ class ClusterHandle:
                 return find_process(self.plan.config.cluster, actor_name(worker, seat.incarnation))
         return None
 
-    def worker_status(self, timeout_s: float = 5.0) -> dict[WorkerId, Any]:
-        """Each live process's own status; processes that do not answer in time are left out."""
-        refs: dict[Any, WorkerId] = {}
-        for stamp in [member.stamp for member in self.status().members]:
-            actor = find_process(self.plan.config.cluster, actor_name(stamp.worker, stamp.incarnation))
-            if actor is not None:
-                refs[actor.status.remote()] = stamp.worker
-        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-        statuses: dict[WorkerId, Any] = {}
-        for ref in answered:
-            with contextlib.suppress(RayError):
-                statuses[refs[ref]] = ray.get(ref)
-        return statuses
-
     def drain(self, timeout_s: float) -> bool:
         """The gateways admit nothing new and finish what runs. False: not all of it ended in time."""
         gateways = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == "gateway"]

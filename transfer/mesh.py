@@ -218,9 +218,6 @@ class Mesh:
     def unregister(self, source: int | zmq.Socket[bytes]) -> None:
         self._poller.unregister(source)
 
-    def register_fd(self, fd: int) -> None:
-        self.register(fd)
-
     def close(self) -> None:
         """Drops every connection and what is queued on it. Sockets that others made in `context` are closed too."""
         self._peers.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.common.units import pages_for_tokens
+from baton.common.units import pages_for_tokens, whole_pages
 
 PAGE_ID_BYTES = 4
 
@@ -32,7 +32,7 @@ def pages_of_span(start: int, pages: bytes, first_token: int, tokens: int, page_
     `start` and `first_token` are page-aligned."""
     assert first_token >= start
     assert start % page_size == first_token % page_size == 0
-    begin = (first_token - start) // page_size * PAGE_ID_BYTES
+    begin = whole_pages(first_token - start, page_size) * PAGE_ID_BYTES
     end = begin + pages_for_tokens(tokens, page_size) * PAGE_ID_BYTES
     assert end <= len(pages), f"[{first_token}, {first_token + tokens}) is not inside the pages from {start} on"
     return pages[begin:end]

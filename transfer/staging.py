@@ -23,7 +23,7 @@ import xxhash
 
 from baton.common.ids import HandoffKey
 from baton.common.messages import Chunk
-from baton.common.units import pages_for_tokens
+from baton.common.units import pages_for_tokens, whole_pages
 from baton.transfer.transports.base import Bytes, PageIds
 
 
@@ -183,7 +183,7 @@ class StagingHandler:
             return NotMine(f"region [{first}, {end}) is outside of [{req.start}, {req.total_tokens})")
         if self._landed[key].get(chunk.seq, (first, end)) != (first, end):
             return NotMine(f"region {chunk.seq} has landed elsewhere")
-        offset = (first - req.start) // self.page_size
+        offset = whole_pages(first - req.start, self.page_size)
         return req.pages[offset : offset + pages_for_tokens(chunk.tokens, self.page_size)]
 
     def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:

@@ -55,9 +55,6 @@ class RowTable:
         """A read-only view of live entries: valid until the row changes. Copy what outlives the step."""
         return self._readable[row, first_page:end_page]
 
-    def is_taken(self, row: int) -> bool:
-        return self._taken[row]
-
     def taken_rows(self) -> list[int]:
         return [row for row, taken in enumerate(self._taken) if taken]
 

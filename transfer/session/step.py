@@ -83,7 +83,3 @@ class PeerSilent:
 @dataclass(frozen=True, slots=True)
 class PeerDead:
     """The peer's process is proven dead: it reads and sends nothing any more."""
-
-
-Clockwork = ResendDue | DeadlinePassed
-Liveness = PeerSilent | PeerDead
