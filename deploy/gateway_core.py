@@ -133,7 +133,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """A placement that was given up. Its worker is told until it says goodbye, is gone, or must have given up itself."""
+    """A placement that was given up. Its worker is told until it says goodbye, is gone, or must have given up."""
 
     worker: Stamp
     expires_s: float
