@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar
 
 from baton.common.errors import ConfigError
 
+FAKE_MODEL = "fake"
+"""The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 LANES = ("local", "ucx", "zmq")
 
@@ -141,7 +143,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, list | tuple):
             raise ConfigError(name, value, "expected a list")
-        return tuple(value)
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, one, name) for one in value)
     if origin is types.UnionType:
         inner = [option for option in typing.get_args(hint) if option is not type(None)]
         return None if value is None else _convert(inner[0], value, name)
@@ -181,8 +184,11 @@ def validate(config: ClusterConfig) -> None:
             "needs 0 < heartbeat_interval_s < suspect_after_s < dead_after_s",
         )
     for name, value in _positive_settings(config):
-        if value is not None and value <= 0:
-            raise ConfigError(name, value, "must be positive")
+        if value is not None and not 0 < value < math.inf:  # neither is a number that is none
+            raise ConfigError(name, value, "must be positive and finite")
+    for name, count in _natural_settings(config):
+        if count < 0:
+            raise ConfigError(name, count, "cannot be negative")
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
@@ -201,9 +207,12 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("transfer.credit_regions", config.transfer.credit_regions),
         ("transfer.resend_after_s", config.transfer.resend_after_s),
         ("transfer.handoff_ttl_s", config.transfer.handoff_ttl_s),
+        ("transfer.tombstone_ttl_s", config.transfer.tombstone_ttl_s),
+        ("transfer.max_tombstones", config.transfer.max_tombstones),
         ("liveness.engine_stuck_after_s", config.liveness.engine_stuck_after_s),
         ("liveness.start_deadline_s", config.liveness.start_deadline_s),
         ("liveness.restart_backoff_s", config.liveness.restart_backoff_s),
+        ("liveness.restart_forgiven_after_s", config.liveness.restart_forgiven_after_s),
         ("liveness.max_restarts_per_minute", config.liveness.max_restarts_per_minute),
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
@@ -211,10 +220,8 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
     ]
 
 
-def cores_for_workers(workers: int, pin: bool) -> list[tuple[int, ...]]:
-    """Which cores each of `workers` workers is pinned to, round robin over the cores this process may use; empty
-    tuples when not pinning. Workers that share a machine run one thread each: see docs/adr/0005."""
-    if not pin:
-        return [() for _ in range(workers)]
-    available = sorted(os.sched_getaffinity(0))
-    return [(available[index % len(available)],) for index in range(workers)]
+def _natural_settings(config: ClusterConfig) -> list[tuple[str, int]]:
+    return [
+        ("decode_worker.num_reserved_decode_tokens", config.decode_worker.num_reserved_decode_tokens),
+        ("decode_worker.local_prefill_max_tokens", config.decode_worker.local_prefill_max_tokens),
+    ]

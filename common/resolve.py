@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import yaml
 
 from baton.common import env
-from baton.common.config import ClusterConfig, from_mapping, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig, from_mapping, validate
 from baton.common.errors import ConfigError
 from baton.common.units import format_bytes
 
@@ -72,7 +72,7 @@ class Machine:
     def probe() -> Machine:
         return Machine(
             has_compiler=shutil.which(env.compiler()) is not None,
-            has_ucx=any(importlib.util.find_spec(name) is not None for name in ("ucxx", "ucp")),
+            has_ucx=importlib.util.find_spec("ucxx") is not None,
         )
 
 
@@ -181,10 +181,11 @@ def _decide_lanes(
 
 
 def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterConfig, tuple[Decision, ...]]:
-    if config.model.attention != "auto" or config.model.model == "fake":
+    if config.model.attention != "auto" or config.model.model == FAKE_MODEL:
         return config, ()
-    choice, why = ("compiled", "a C++ compiler is here") if machine.has_compiler else ("torch", "no C++ compiler found")
-    model = from_mapping(type(config.model), {**dataclasses.asdict(config.model), "attention": choice})
+    choice: Literal["compiled", "torch"] = "compiled" if machine.has_compiler else "torch"
+    why = "a C++ compiler is here" if machine.has_compiler else "no C++ compiler found"
+    model = dataclasses.replace(config.model, attention=choice)
     return dataclasses.replace(config, model=model), (Decision("model.attention", choice, why),)
 
 

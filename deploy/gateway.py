@@ -22,10 +22,12 @@ from baton.common.errors import BatonError, ErrorCode, RequestError
 from baton.common.ids import Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Load
+from baton.common.model.cache import Progress, silent
 from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway, UnknownWorkers, Workers
-from baton.deploy.http_server import GatewayServer, open_listener
+from baton.deploy.http_server import GatewayServer
+from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import find_process
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
@@ -35,10 +37,8 @@ from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 
 STATUS_TIMEOUT_S = 3.0
-ADMISSION_WAIT_S = 1.0
 
 _log = EventLog("baton.gateway")
-Progress = Callable[[str], None]
 
 
 class NotAdmitted(BatonError):
@@ -56,7 +56,7 @@ class GatewayProcess:
         keys: ClusterKeys | None,
         controller_address: str,
         *,
-        on_progress: Progress = lambda line: None,
+        on_progress: Progress = silent,
         workers: Callable[[IoThread], Workers] = lambda io: UnknownWorkers(),
     ) -> None:
         listener = open_listener(config.gateway.host, config.gateway.port)
@@ -87,13 +87,14 @@ class GatewayProcess:
         return self._model
 
     def start(self) -> None:
-        """Serves HTTP, and joins the cluster: raises NotAdmitted when the controller refuses."""
+        """Serves HTTP, and joins the cluster: raises NotAdmitted when the controller refuses or does not answer."""
         self._gateway = self._server.start()
         self.io.start()
-        while not (admitted := self.io.wait_admitted(ADMISSION_WAIT_S)):
-            _log.info("waiting_for_admission")
+        admitted = self.io.wait_admitted(self._config.liveness.start_deadline_s)
         if isinstance(admitted, Rejected):
             raise NotAdmitted(f"not admitted: {admitted.reason} {dict(admitted.differences) or ''}".rstrip())
+        if not admitted:
+            raise NotAdmitted("the controller did not answer")
 
     def status(self) -> GatewayStatus:
         assert self._gateway is not None, "not started"

@@ -16,28 +16,13 @@ from typing import Any, TypeVar
 import uvicorn
 
 from baton.common.config import GatewayConfig
-from baton.common.errors import ConfigError
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
 
-BACKLOG = 1024
 KEEP_ALIVE_S = 30
 CLOSE_TIMEOUT_S = 2
 
 ResultT = TypeVar("ResultT")
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """Raises ConfigError when nothing can listen there. Port 0 takes any free one."""
-    try:
-        return socket.create_server((host, port), backlog=BACKLOG, family=_family(host))
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise ConfigError("gateway.port", port, reason, "0 takes any free port") from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class GatewayServer:

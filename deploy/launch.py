@@ -13,9 +13,8 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +24,18 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, cores_for_workers, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig, validate
 from baton.common.errors import BatonError, ConfigError
 from baton.common.ids import WorkerId
+from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
 from baton.deploy.controller import CONTROLLER, ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_core import SeatSpec
+from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import actor_name, new_run_dir, reap
 
-FAKE_MODEL = "fake"
 CLASS_PATHS: Mapping[str, str] = {
     "prefill": "baton.prefill.actor:PrefillActor",
     "decode": "baton.decode.actor:DecodeActor",
@@ -49,15 +49,9 @@ not 127.0.0.1, which Ray replaces by the host's outward address."""
 CALL_TIMEOUT_S = 30.0
 PROGRESS_INTERVAL_S = 0.3
 
-Progress = Callable[[str], None]
-
 
 class LaunchError(BatonError):
     """The cluster did not come up. The reason is that of the first process that failed."""
-
-
-def silent(_line: str) -> None:
-    """The progress of those who do not want to see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +208,8 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     if config.model.model != FAKE_MODEL:
         resolve_source(config.model.model)
     gateway = config.gateway
-    try:
-        with socket.create_server((gateway.host, gateway.port)) as probe:
-            port = probe.getsockname()[1]
-    except OSError as error:
-        reason = f"cannot listen on {gateway.host}: {error.strerror or error}"
-        raise ConfigError("gateway.port", gateway.port, reason, "0 takes any free port") from error
+    with open_listener(gateway.host, gateway.port) as probe:
+        port = probe.getsockname()[1]
     return dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
 
 
@@ -251,7 +241,7 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
 def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat, ...]:
     """Workers first, so that the gateway opens its door to a cluster that is loading already."""
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
-    cores = cores_for_workers(len(roles), config.pin_cores)
+    cores = _cores_for(len(roles), config.pin_cores)
     seats = []
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
@@ -259,6 +249,15 @@ def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat,
         seats.append(Seat(spec=spec, class_path=class_paths[role], cores=cores[index], num_cpus=1))
     gateway = SeatSpec(WorkerId("gateway-0"), "gateway")
     return (*seats, Seat(spec=gateway, class_path=class_paths["gateway"], cores=(), num_cpus=0))
+
+
+def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
+    """Which cores each of `workers` workers is pinned to, round robin over the cores this process may use; empty
+    tuples when not pinning. Workers that share a machine run one thread each: see docs/adr/0005."""
+    if not pin:
+        return [() for _ in range(workers)]
+    available = sorted(os.sched_getaffinity(0))
+    return [(available[index % len(available)],) for index in range(workers)]
 
 
 def _wait_first_ready(handle: ClusterHandle, on_progress: Progress) -> None:

@@ -14,11 +14,11 @@ from types import FrameType
 from rich.console import Console
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig
+from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.model.spec import resolve_source
 from baton.common.resolve import Layer, ModelFacts, Resolved, merge, resolve
 from baton.deploy.launch import ClusterHandle, launch
-from baton.deploy.tokenizer import FAKE_MODEL, FakeModelInfo
+from baton.deploy.tokenizer import FakeModelInfo
 
 WATCH_INTERVAL_S = 1.0
 DRAIN_S = 10.0

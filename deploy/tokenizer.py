@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast, final
 
-from baton.common.config import ClusterConfig
+from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
 from baton.common.errors import ErrorCode, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FAKE_MODEL = "fake"
 FAKE_MAX_POSITIONS = 8192
 FAKE_BYTES_PER_TOKEN = 16
 _BYTES = 256

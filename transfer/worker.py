@@ -13,13 +13,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from msgspec import Struct
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig
+from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
@@ -35,7 +35,6 @@ from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
 from baton.transfer.io import IoThread, Rejected
 from baton.transfer.process import ProcessSpec, die_with_parent, pin_process, register_process
 
-FAKE_MODEL = "fake"
 STOP_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 5.0
 
@@ -70,6 +69,7 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
     bytes_in: int = 0
     regions_out: int = 0
     bytes_out: int = 0
+    damaged: int = 0
     failures: int = 0
 
 
@@ -144,6 +144,7 @@ class WorkerProcess:
         self._progress: list[str] = []
         self._watch = threading.Condition()
         self._watcher = 0
+        self._ready = False
         self._stopped = False
 
     def start(self) -> None:
@@ -166,6 +167,7 @@ class WorkerProcess:
             raise AdmissionRefused(admitted)
         if not admitted:
             raise BatonError(f"the controller at {self._controller_address} did not answer")
+        self._ready = True
         self._say("ready")
 
     def _load(self) -> _Loaded:
@@ -205,7 +207,7 @@ class WorkerProcess:
         """On the I/O thread. A process that was admitted once and is rejected now has been replaced: it must go."""
         if isinstance(event, Rejected):
             _log.error("rejected", reason=event.reason)
-            if self._progress and self._progress[-1] == "ready":
+            if self._ready:
                 end_process()
             return True
         return engine.deliver(event)
@@ -264,6 +266,7 @@ class WorkerProcess:
         census = self.census()
         counters = {f"endpoint.{name}": value for name, value in snapshot.endpoint.items()}
         counters |= {f"io.dropped.{name}": value for name, value in snapshot.dropped.items()}
+        counters |= {f"mesh.{name}": value for name, value in asdict(snapshot.mesh).items()}
         counters["engine.refused_messages"] = loaded.engine.refused_messages
         return WorkerStatus(
             worker=spec.worker,
@@ -297,9 +300,6 @@ class WorkerProcess:
     def page_owner(self, page: int) -> str:
         """Who holds this page and since when, for people. Raises ValueError for a page that the pool does not have."""
         loaded = self._running
-        total = loaded.pool.total_pages
-        if not 1 <= page <= total:  # here, not on the engine thread: whatever raises there ends the process
-            raise ValueError(f"page {page}: this pool has pages 1 to {total}")
         owner = loaded.engine.call(lambda: who_holds(loaded.pool, page, loaded.core.holdings())).result(CALL_TIMEOUT_S)
         since = "" if owner.since_s is None else f" for {self._clock.now() - owner.since_s:.1f} s"
         readers = f", read by {', '.join(owner.readers)}" if owner.readers else ""
@@ -347,6 +347,7 @@ def _lane_statuses(io: IoThread) -> tuple[LaneStatus, ...]:
                 bytes_in=counters.bytes_in if counters is not None else 0,
                 regions_out=counters.regions_out if counters is not None else 0,
                 bytes_out=counters.bytes_out if counters is not None else 0,
+                damaged=counters.damaged if counters is not None else 0,
                 failures=counters.failures if counters is not None else 0,
             )
         )

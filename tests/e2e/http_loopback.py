@@ -35,7 +35,8 @@ from baton.common.messages import (
 )
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway
-from baton.deploy.http_server import GatewayServer, open_listener
+from baton.deploy.http_server import GatewayServer
+from baton.deploy.listener import open_listener
 from baton.deploy.tokenizer import ByteTokenizer, ServedModel
 
 MAX_MODEL_LEN = 256

@@ -1,0 +1,19 @@
+"""The socket that a gateway listens on. Apart, so that `launch` can try the address without loading an HTTP server."""
+
+from __future__ import annotations
+
+import socket
+
+from baton.common.errors import ConfigError
+
+BACKLOG = 1024
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Raises ConfigError when nothing can listen there. Port 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG, family=family)
+    except OSError as error:
+        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError("gateway.port", port, reason, "0 takes any free port") from error
