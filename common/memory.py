@@ -4,6 +4,7 @@ the system gives them (streaming through a gigabyte in small pages loses a third
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -12,5 +13,6 @@ import torch
 def system_memory(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], zeroed. Lives as long as a tensor that views it."""
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)
