@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, Kernels, load_kernels
 from baton.common.engine.paged_attention import PagedAttention, TorchPagedAttention
 from baton.common.errors import ConfigError
+from baton.common.log import EventLog
 from baton.common.model.cache import Progress, silent
 
-log = logging.getLogger(__name__)
+_log = EventLog("baton.engine")
 
 AttentionChoice = Literal["auto", "compiled", "torch"]
 
@@ -25,7 +25,7 @@ class Backends:
 
 
 def choose_backends(choice: AttentionChoice, head_dim: int, progress: Progress = silent) -> Backends:
-    """ "auto" prefers the compiled kernels and logs why they are not used. Raises ConfigError when "compiled" was asked
+    """ "auto" prefers the compiled kernels and says why they are not used. Raises ConfigError when "compiled" was asked
     for and cannot be had."""
     if choice == "torch":
         return Backends(TorchPagedAttention(), None)
@@ -36,6 +36,7 @@ def choose_backends(choice: AttentionChoice, head_dim: int, progress: Progress =
     except KernelBuildError as error:
         if choice == "compiled":
             raise ConfigError("model.attention", choice, str(error), 'use "auto" or "torch"') from error
-        log.warning("paged attention runs on plain torch, several times slower: %s", error)
+        _log.warning("kernels_missing", reason=str(error))
+        progress(f"steps run on plain torch, several times slower: {error}")
         return Backends(TorchPagedAttention(), None)
     return Backends(CompiledPagedAttention(kernels), kernels)
