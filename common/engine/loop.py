@@ -95,7 +95,7 @@ class Inbox:
 
 class EngineLoop:
     """Runs one core on one thread. `post` takes the core's effects (thread-safe, never blocks); `check` walks the
-    invariants and raises on a violation; `on_thread_start` pins the thread."""
+    invariants and raises on a violation."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class EngineLoop:
         *,
         check: Callable[[], None],
         inbox_limit: int = 4096,
-        on_thread_start: Callable[[], None] = lambda: None,
         on_fatal: Callable[[], None] = end_process,
     ) -> None:
         self._core = core
@@ -114,7 +113,6 @@ class EngineLoop:
         self._post = post
         self._clock = clock
         self._check = check
-        self._on_thread_start = on_thread_start
         self._on_fatal = on_fatal
         self._inbox = Inbox(inbox_limit)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -179,7 +177,6 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._on_thread_start()
             wait_s: float | None = 0.0
             while not self._inbox.closed:
                 wait_s = self._turn(self._inbox.take_all(wait_s))
