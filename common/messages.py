@@ -106,7 +106,7 @@ class Load(_Value, frozen=True, kw_only=True):
 
     queued: Count = 0
     running: Count = 0
-    free_pages: Count = 0
+    free_pages: Count = 0  # free, or cached and evictable
     total_pages: Count = 0
     queued_tokens: Count = 0
     steps: Count = 0

@@ -11,6 +11,7 @@ Owns the output tokens until the gateway has them all. Never decides anything: t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +151,9 @@ class DecodeRequest:
         """Most tokens of KV it can ever hold."""
         return len(self.prompt) + self.limit
 
-    def count_tokens(self, first: int, end: int, how: str) -> None:
+    def count_tokens(
+        self, first: int, end: int, how: Literal["cached_tokens", "local_tokens", "transferred_tokens"]
+    ) -> None:
         """Books prompt tokens [first, end) as cached, local or transferred; each token once."""
         tokens = min(end, len(self.prompt)) - min(first, len(self.prompt))
         if not self.times.counted and tokens > 0:

@@ -420,7 +420,7 @@ class ControllerCore:
         self._move(seat, Vacant(max(now + backoff_s, bounded_s)), reason)
 
     def _after(self, now: float) -> list[Effect]:
-        """One new version for all that changed in this event, and the starts that became due."""
+        """One new version for all that changed in this event."""
         effects: list[Effect] = []
         if self._changed:
             self._changed = False

@@ -168,7 +168,7 @@ class HttpError:
 
 def http_error(error: RequestError) -> HttpError:
     status = HTTP_STATUS[error.code]
-    kind = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error", 429: "overloaded_error"}
+    kind = {400: "invalid_request_error", 404: "not_found_error", 429: "overloaded_error"}
     detail = ErrorDetail(
         message=error.message, type=kind.get(status, "server_error"), param=error.field, code=str(error.code)
     )

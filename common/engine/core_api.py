@@ -18,7 +18,8 @@ from baton.common.messages import Body, Load, Member
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """A request-level wire message (Submit, CancelRequest, Resume, FinishAck) and who sent it."""
+    """A request-level wire message and who sent it: for a decode core those of gateways, for a gateway those of decode
+    workers and everybody's Heartbeat."""
 
     sender: Stamp
     body: Body
