@@ -182,11 +182,13 @@ class Endpoint:
     def on_peer_silent(self, worker: WorkerId, now: float) -> list[EndpointEffect]:
         """Nothing was heard of `worker` for `dead_after_s`: its hand-offs end, as far as that needs no proof. To be
         called again (say, with each heartbeat) while it stays silent: a hand-off may begin meanwhile."""
+
+        def is_it(peer: Stamp) -> bool:
+            return peer.worker == worker
+
         effects: list[EndpointEffect] = []
-        for key in self._sinks.keys_of(lambda peer: peer.worker == worker, ended_too=False):
-            effects += self._sinks.apply(key, PeerSilent(), now)
-        for key in self._sources.keys_of(lambda peer: peer.worker == worker, ended_too=False):
-            effects += self._sources.apply(key, PeerSilent(), now)
+        effects += self._sinks.apply_to_peers(is_it, PeerSilent(), now, ended_too=False)
+        effects += self._sources.apply_to_peers(is_it, PeerSilent(), now, ended_too=False)
         return self._out(effects)
 
     def on_membership(self, view: MembershipView, now: float) -> list[EndpointEffect]:
@@ -195,10 +197,8 @@ class Endpoint:
         self._members = {member.stamp.worker: member.stamp for member in view.members}
         dead = {stamp for stamp in before if self._members.get(stamp.worker) != stamp}
         effects: list[EndpointEffect] = []
-        for key in self._sinks.keys_of(dead.__contains__, ended_too=True):
-            effects += self._sinks.apply(key, PeerDead(), now)
-        for key in self._sources.keys_of(dead.__contains__, ended_too=True):
-            effects += self._sources.apply(key, PeerDead(), now)
+        effects += self._sinks.apply_to_peers(dead.__contains__, PeerDead(), now, ended_too=True)
+        effects += self._sources.apply_to_peers(dead.__contains__, PeerDead(), now, ended_too=True)
         return self._out(effects)
 
     def on_timer(self, now: float) -> list[EndpointEffect]:

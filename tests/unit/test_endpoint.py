@@ -309,6 +309,23 @@ def test_a_command_may_cross_even_the_forgetting_of_its_session() -> None:
     assert here.command(AbortSource(key(1), FAILURE), later_s) == []
 
 
+def test_news_of_a_death_may_push_out_the_memory_of_another_session() -> None:
+    """The first hand-off ends by the news itself; that makes the book forget the second, which had ended long ago."""
+    here = endpoint()
+    here.on_frame(frame(offer(1, lane="local")), 0.0)
+    here.command(ShipRegion(key(1), 4, 4, np.array([7], dtype=np.int32)), 0.0)
+    here.on_data(RegionReady(key(1), 0, 9000, 64, 1), 0.0)
+    here.on_frame(frame(offer(2)), 0.0)
+    here.on_frame(frame(Cancel(key=key(2), failure=FAILURE)), 0.0)
+    here.on_data(SourceFenced(key(2)), 0.0)
+    here.on_timer(CONFIG.handoff_ttl_s)
+    here.on_data(SourceFenced(key(1)), CONFIG.handoff_ttl_s)
+    assert here.live_sources == 1, "the reader of a pull lane must be proven dead"
+    effects = here.on_membership(view(2, ME, OTHER), 2 * CONFIG.tombstone_ttl_s)
+    assert [one.event for one in effects if isinstance(one, EngineEvent) and isinstance(one.event, SourceAborted)]
+    assert here.live_sources == 0
+
+
 def test_what_ended_is_forgotten_within_bounds_and_answers_of_the_data_plane_may_come_later_still() -> None:
     here = endpoint()
     for number in range(10):

@@ -114,6 +114,16 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         self._enter(key, step.state, now)
         return step.effects
 
+    def apply_to_peers(
+        self, chosen: Callable[[Stamp], bool], event: InputT, now: float, *, ended_too: bool
+    ) -> list[OutputT]:
+        """News of peers, to all their sessions. The end of one may push the memory of another out of its bounds."""
+        effects: list[OutputT] = []
+        for key in self.keys_of(chosen, ended_too=ended_too):
+            if key in self._states:
+                effects += self.apply(key, event, now)
+        return effects
+
     def command(self, key: HandoffKey, event: InputT, now: float) -> tuple[OutputT, ...]:
         """`apply`, for what the engine asks for. An engine that was away for long (a long step, a stopped process) may
         speak of a session that has not only ended but been forgotten since: that is no bug, and it has been told."""
