@@ -31,7 +31,7 @@ from baton.common.messages import FinishAck, Hello, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion, SinkCommitted
 from baton.transfer.io import IoThread
 from baton.transfer.mesh import ClusterKeys, Mesh
-from baton.transfer.testing_ends import die_with_parent
+from baton.transfer.process import die_with_parent
 from baton.transfer.transports.ucx import why_unavailable
 
 TOTAL_BYTES = 64 << 20

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
-from baton.common.messages import Chunk
+import numpy as np
+from msgspec import structs
+
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import (
     FenceSource,
@@ -19,6 +23,18 @@ from baton.transfer.staging import digest_of
 from baton.transfer.testing_ends import End, EndSpec, HandOff, RemoteEnd, SourceEnd, pump, random_pool, small_config
 from baton.transfer.transports.base import PageIds
 from baton.transfer.transports.inproc import InprocHub
+
+SourceT = TypeVar("SourceT", bound=SourceEnd)
+
+
+@contextmanager
+def closing_both(pair: tuple[End, SourceT]) -> Iterator[tuple[End, SourceT]]:
+    """The two ends of a test, closed behind it."""
+    try:
+        yield pair
+    finally:
+        for end in pair:
+            end.close()
 
 
 class TransportContract:
@@ -47,9 +63,8 @@ class TransportContract:
     # ----------------------------------------------------------------------------------------- content
 
     def test_regions_of_every_size_arrive_in_their_pages_and_nowhere_else(self) -> None:
-        sink, source = self.make_pair()
         rng = np.random.default_rng(3)
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             for count in (1, 2, 4, 7):
                 sink.pool[:] = 0
                 hand_off = self._hand_off(sink, source, rng, count)
@@ -61,13 +76,9 @@ class TransportContract:
                 self._check_content(hand_off)
                 hand_off.close()
             self._check_all_slots_return(sink, source)
-        finally:
-            sink.close()
-            source.close()
 
     def test_many_hand_offs_at_once_do_not_mix(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             ids = np.random.default_rng(4).permutation(np.arange(1, 64, dtype=np.int32))
             hand_offs = [HandOff(sink, source, ids[i : i + 6][::-1], ids[i : i + 6]) for i in range(0, 24, 6)]
             for hand_off in hand_offs:
@@ -83,13 +94,9 @@ class TransportContract:
                 self._check_pages(hand_off)
                 hand_off.close()
             self._check_all_slots_return(sink, source)
-        finally:
-            sink.close()
-            source.close()
 
     def test_asking_first_and_sending_first_are_both_fine(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(5), 4)
             hand_off.prepare()
             data = source.pool[hand_off.source_pages].reshape(-1)
@@ -98,15 +105,11 @@ class TransportContract:
             hand_off.send(0, slice(0, 4))
             assert pump([sink, source], lambda: hand_off.landed() == {0})
             self._check_content(hand_off)
-        finally:
-            sink.close()
-            source.close()
 
     def test_between_two_processes(self) -> None:
         if not self.remote:
             return
-        sink, source = self.make_remote_pair()
-        try:
+        with closing_both(self.make_remote_pair()) as (sink, source):
             ids = np.random.default_rng(6).permutation(np.arange(1, 64, dtype=np.int32))
             hand_off = HandOff(sink, source, ids[:11], ids[20:31])
             hand_off.prepare()
@@ -116,15 +119,11 @@ class TransportContract:
             expected = np.zeros_like(sink.pool)
             expected[hand_off.sink_pages] = random_pool(64, 4096, 1)[hand_off.source_pages]
             assert np.array_equal(sink.pool, expected)
-        finally:
-            sink.close()
-            source.close()
 
     # ---------------------------------------------------------------------------------------- adversity
 
     def test_damage_is_found_and_a_second_try_succeeds(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(7), 4)
             hand_off.prepare()
             hand_off.send(0, slice(0, 4))
@@ -140,13 +139,9 @@ class TransportContract:
             hand_off.land(hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest), tag=fresh)
             assert pump([sink, source], lambda: hand_off.landed() == {0})
             self._check_content(hand_off)
-        finally:
-            sink.close()
-            source.close()
 
     def test_what_comes_after_a_fence_lands_nowhere_and_every_slot_returns(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(8), 8)
             hand_off.prepare()
             data = source.pool[hand_off.source_pages].reshape(-1)
@@ -165,13 +160,9 @@ class TransportContract:
             assert hand_off.of(SourceFenced)
             self._check_all_slots_return(sink, source)
             assert not hand_off.of(Landed)
-        finally:
-            sink.close()
-            source.close()
 
     def test_a_source_that_gives_up_frees_its_slots_before_anybody_asks(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(9), 4)
             hand_off.prepare()
             hand_off.send(0, slice(0, 4))
@@ -184,13 +175,9 @@ class TransportContract:
                 assert not hand_off.landed()
             hand_off.fence()
             self._check_all_slots_return(sink, source)
-        finally:
-            sink.close()
-            source.close()
 
     def test_an_announced_size_that_is_wrong_touches_no_page(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(10), 4)
             hand_off.prepare()
             hand_off.send(0, slice(0, 4))
@@ -204,30 +191,22 @@ class TransportContract:
             hand_off.fence()
             source.execute(FenceSource(hand_off.key))
             self._check_all_slots_return(sink, source)
-        finally:
-            sink.close()
-            source.close()
 
     def test_a_region_that_was_not_agreed_on_is_refused(self) -> None:
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(11), 4)
             hand_off.prepare()
             hand_off.send(0, slice(0, 4))
             ready = hand_off.ready(0)
             chunk = hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest)
-            hand_off.land(replace_chunk(chunk, first_token=4))
+            hand_off.land(structs.replace(chunk, first_token=4))
             assert pump([sink, source], lambda: bool(hand_off.of(SinkLaneFailed)))
             assert not sink.pool.any()
-        finally:
-            sink.close()
-            source.close()
 
     def test_hand_offs_wait_for_slots_in_order_of_arrival(self) -> None:
         if self.lane == "local":
             return  # takes no slots
-        sink, source = self.make_pair()
-        try:
+        with closing_both(self.make_pair()) as (sink, source):
             rng = np.random.default_rng(12)
             first = [self._hand_off(sink, source, rng, 8) for _ in range(4)]  # 2 slots each: all eight
             for hand_off in first:
@@ -242,15 +221,11 @@ class TransportContract:
             assert not late[1].prepared_now()
             late[0].fence()
             assert late[1].prepared_now()
-        finally:
-            sink.close()
-            source.close()
 
     def test_a_killed_source_ends_everything_at_the_sink(self) -> None:
         if not self.remote:
             return
-        sink, source = self.make_remote_pair()
-        try:
+        with closing_both(self.make_remote_pair()) as (sink, source):
             ids = np.arange(1, 9, dtype=np.int32)
             hand_off = HandOff(sink, source, ids, ids + 20)
             hand_off.prepare()
@@ -266,15 +241,11 @@ class TransportContract:
             hand_off.fence()
             assert pump([sink], lambda: sink.slots()[0] == (8, 0, 0)), "a slot is stuck"
             assert not sink.pool[25:].any(), "the region that was never sent landed"
-        finally:
-            sink.close()
-            source.close()
 
     def test_a_stopped_source_keeps_no_slot_and_its_late_bytes_land_nowhere(self) -> None:
         if not self.remote:
             return
-        sink, source = self.make_remote_pair()
-        try:
+        with closing_both(self.make_remote_pair()) as (sink, source):
             ids = np.arange(1, 9, dtype=np.int32)
             hand_off = HandOff(sink, source, ids, ids + 20)
             hand_off.prepare()
@@ -292,9 +263,6 @@ class TransportContract:
             second = self._until_prepared(sink, source, ids, ids + 30)  # its silence is not held against it for ever
             second.move(0, slice(0, 4))
             assert pump([sink, source], lambda: second.landed() == {0})
-        finally:
-            sink.close()
-            source.close()
 
     # ------------------------------------------------------------------------------------------ helpers
 
@@ -334,9 +302,3 @@ class TransportContract:
             return sink.slots()[0] == (8, 0, 0) and source.slots()[1] == (8, 0, 0)
 
         assert pump([sink, source], all_free), f"slots are stuck: {sink.slots()} {source.slots()}"
-
-
-def replace_chunk(chunk: Chunk, **changes: int) -> Chunk:
-    """`chunk` with other numbers."""
-    fields = {name: getattr(chunk, name) for name in chunk.__struct_fields__}
-    return Chunk(**{**fields, **changes})

@@ -6,7 +6,6 @@ made-up hand-off). Never used outside of tests and benchmarks.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -24,6 +23,7 @@ from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.data_plane import DataPlane
 from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.process import die_with_parent
 from baton.transfer.session.effects import (
     CloseSink,
     DataEffect,
@@ -143,13 +143,8 @@ class SourceEnd(Protocol):
     def close(self) -> None: ...
 
 
-def die_with_parent() -> None:
-    """A child that outlives a killed test would keep ports and cores."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def _serve_end(connection: Connection, spec: EndSpec) -> None:
-    die_with_parent()
+    die_with_parent()  # a child that outlives a killed test would keep ports and cores
     end = End(spec)
     connection.send(end.member)
     end.mesh.register(connection.fileno())

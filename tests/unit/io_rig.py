@@ -21,7 +21,8 @@ from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillRes
 from baton.transfer.io import IoThread
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.mesh import ClusterKeys, Mesh
-from baton.transfer.testing_ends import die_with_parent, random_pool
+from baton.transfer.process import die_with_parent
+from baton.transfer.testing_ends import random_pool
 
 PAGE_SIZE = 4
 PAGE_BYTES = 4096
