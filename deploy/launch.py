@@ -191,10 +191,10 @@ def launch(
 
 
 def attach(cluster: str, ray_address: str) -> ClusterHandle:
-    """A handle on a cluster that runs on an existing Ray. Raises LaunchError when there is none of that name."""
+    """A handle on a cluster that runs on an existing Ray. Raises LaunchError when there is no such Ray or cluster."""
     env.prepare_ray()
     if not ray.is_initialized():
-        ray.init(address=ray_address, log_to_driver=False, logging_level="ERROR")
+        _join_ray(ray_address)
     controller = find_process(cluster, CONTROLLER)
     if controller is None:
         raise LaunchError(f"no cluster named {cluster!r} runs on this Ray")
@@ -218,10 +218,9 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
     if ray.is_initialized():
         return False
     env.prepare_ray()
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": config.cluster}
     if address is not None:
         on_progress(f"connecting to Ray at {address}")
-        ray.init(address=address, **common)
+        _join_ray(address, config.cluster)
         return False
     on_progress("starting Ray on this machine")
     workers = config.prefill + config.decode
@@ -233,9 +232,19 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
         include_dashboard=False,
         _node_ip_address=LOCAL_NODE_ADDRESS,
         _temp_dir=temp_dir,
-        **common,
+        namespace=config.cluster,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
     return True
+
+
+def _join_ray(address: str, namespace: str | None = None) -> None:
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"cannot join the Ray cluster at {address}: {reason}") from error
 
 
 def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat, ...]:
