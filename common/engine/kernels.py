@@ -1,4 +1,4 @@
-"""The compiled kernels (attention, float32 linear layers, norms): built once per machine and called through ctypes.
+"""The compiled kernels (attention, float32 linear layers, pointwise): built once per machine and called through ctypes.
 
 Owns: the build (into the cache folder, keyed by everything that decides the machine code) and the foreign signatures.
 A call releases the interpreter lock, so that the I/O thread runs while a step computes. Never: decides what
@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from baton.common import env
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan
+from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
 from baton.common.model.cache import Progress, cached, silent
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -29,6 +29,7 @@ SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 BUILD_TIMEOUT_S = 300
 LIBRARY = "baton_kernels.so"
+UNIT_QUERIES = 64  # from here on matrix units win
 
 
 class _AttendArgs(ctypes.Structure):
@@ -38,7 +39,7 @@ class _AttendArgs(ctypes.Structure):
         ("is_bf16", c_int64),
         ("pool", c_void_p),
         *((name, c_int64) for name in ("num_layers", "layer", "kv_heads", "page_size", "head_dim", "q_heads")),
-        *((name, c_int64) for name in ("num_rows", "num_tokens")),
+        *((name, c_int64) for name in ("num_rows", "num_tokens", "max_queries")),
         *((name, c_void_p) for name in ("slots", "q_offsets", "kv_lens", "page_offsets", "page_ids")),
         *((name, c_void_p) for name in ("query", "key", "value")),
         *((f"{name}_{axis}", c_int64) for name in ("query", "key", "value") for axis in ("token", "head")),
@@ -64,7 +65,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class NormArgs(ctypes.Structure):
-    """`NormArgs` in csrc/norm.cpp, field for field."""
+    """`NormArgs` in csrc/pointwise.cpp, field for field."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("is_bf16", "rows", "size")),
@@ -72,6 +73,12 @@ class NormArgs(ctypes.Structure):
         ("eps", c_double),
         ("round_first", c_int64),
     ]
+
+
+class SiluArgs(ctypes.Structure):
+    """`SiluArgs` in csrc/pointwise.cpp, field for field."""
+
+    _fields_: ClassVar = [("is_bf16", c_int64), ("count", c_int64), ("x", c_void_p), ("y", c_void_p)]
 
 
 class Kernels:
@@ -82,6 +89,7 @@ class Kernels:
         self.attend = self._function("attend", _AttendArgs)
         self.linear = self._function("linear", LinearArgs)
         self.norm = self._function("norm", NormArgs)
+        self.silu = self._function("silu", SiluArgs)
 
     def _function(self, name: str, args: type[ctypes.Structure]) -> Callable[[object], None]:
         size = self._library[f"baton_{name}_args_bytes"]
@@ -93,12 +101,14 @@ class Kernels:
 
 
 class CompiledPagedAttention:
-    """The C++ kernel. Head sizes are multiples of 16; pools are float32 or bfloat16."""
+    """The C++ kernel. Head sizes are multiples of 16; pools are float32 or bfloat16. Long bfloat16 prefills go to torch
+    where the processor has matrix units, which our kernel does not use."""
 
     name = "compiled"
 
     def __init__(self, kernels: Kernels) -> None:
         self._attend = kernels.attend
+        self._matrix_units = torch.cpu._is_amx_tile_supported()
 
     def attend(
         self,
@@ -116,6 +126,8 @@ class CompiledPagedAttention:
         assert query.dtype == key.dtype == value.dtype == pool.dtype, (query.dtype, key.dtype, pool.dtype)
         assert head_dim == pool_dim, (head_dim, pool_dim)
         assert key.shape == value.shape == (tokens, kv_heads, head_dim), (key.shape, value.shape, pool.shape)
+        plain = not params.softcap and params.sinks is None
+        max_queries = UNIT_QUERIES if self._matrix_units and pool.dtype == torch.bfloat16 and plain else tokens
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
         args = _AttendArgs(
@@ -129,6 +141,7 @@ class CompiledPagedAttention:
             q_heads=q_heads,
             num_rows=len(plan.kv_lens),
             num_tokens=tokens,
+            max_queries=max_queries,
             slots=plan.slots.data_ptr(),
             q_offsets=plan.q_offsets.data_ptr(),
             kv_lens=plan.kv_lens.data_ptr(),
@@ -150,6 +163,8 @@ class CompiledPagedAttention:
             sinks=None if sinks is None else sinks.data_ptr(),
         )
         self._attend(ctypes.byref(args))
+        if max_queries < tokens:
+            attend_long_rows(query, pool, layer, plan, params, max_queries, out)
         return out
 
 

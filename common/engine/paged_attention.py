@@ -8,6 +8,7 @@ Never: allocates pages, or knows which model calls.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from baton.common.engine.batch import Batch
+
+QUERY_BLOCK = 512  # most queries of a row that plain torch takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +93,55 @@ class TorchPagedAttention:
         pool[pages, layer, 0, :, offsets] = key
         pool[pages, layer, 1, :, offsets] = value
         out = torch.empty(query.shape, dtype=query.dtype)
-        q_offsets, page_offsets = plan.q_offsets.tolist(), plan.page_offsets.tolist()
-        for row, kv_len in enumerate(plan.kv_lens.tolist()):
-            span = slice(q_offsets[row], q_offsets[row + 1])
-            held = pool[plan.page_ids[page_offsets[row] : page_offsets[row + 1]].long(), layer]
-            keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # each [kv heads, kv_len, head_dim]
-            out[span] = _attend_row(query[span].transpose(0, 1), keys, values, params).transpose(0, 1)
+        attend_long_rows(query, pool, layer, plan, params, 0, out)
         return out
+
+
+def attend_long_rows(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    params: AttentionParams,
+    min_queries: int,
+    out: torch.Tensor,
+) -> None:
+    """Writes `out` for the rows with more than `min_queries` queries, in plain torch; K and V are in the pool already.
+    Blocks of queries see only the keys up to their end, which halves the work of a long prompt."""
+    q_offsets, page_offsets = plan.q_offsets.tolist(), plan.page_offsets.tolist()
+    for row, kv_len in enumerate(plan.kv_lens.tolist()):
+        first, last = q_offsets[row], q_offsets[row + 1]
+        if last - first <= min_queries:
+            continue
+        held = pool[plan.page_ids[page_offsets[row] : page_offsets[row + 1]].long(), layer]
+        keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # each [kv heads, kv_len, head_dim]
+        for start in range(first, last, QUERY_BLOCK):
+            stop = min(last, start + QUERY_BLOCK)
+            end = kv_len - (last - stop)
+            block = query[start:stop].transpose(0, 1)
+            out[start:stop] = _attend_row(block, keys[:, :end], values[:, :end], params).transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _visible(q_len: int, kv_len: int, window: int) -> torch.Tensor:
+    """bool [q_len, kv_len] for queries at the last positions. The same for all layers of a step, hence the cache."""
+    position = torch.arange(kv_len - q_len, kv_len)[:, None]
+    visible = torch.arange(kv_len)[None, :] <= position
+    if window:
+        visible &= torch.arange(kv_len)[None, :] > position - window
+    return visible
 
 
 def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """query [query heads, q, head_dim] at the last q positions of keys and values [kv heads, kv_len, head_dim]."""
     q_len, kv_len = query.shape[1], keys.shape[1]
-    position = torch.arange(kv_len - q_len, kv_len)[:, None]
-    visible = torch.arange(kv_len)[None, :] <= position
-    if params.window:
-        visible &= torch.arange(kv_len)[None, :] > position - params.window
     if not params.softcap and params.sinks is None:
+        square = q_len == kv_len and not params.window  # torch's own causal mask skips what it hides
+        mask = None if square else _visible(q_len, kv_len, params.window)
         return F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=visible, scale=params.scale, enable_gqa=True
+            query[None], keys[None], values[None], mask, is_causal=square, scale=params.scale, enable_gqa=True
         )[0]
+    visible = _visible(q_len, kv_len, params.window)
     groups = query.shape[0] // keys.shape[0]
     scores = query.float() @ keys.float().repeat_interleave(groups, 0).transpose(1, 2) * params.scale
     if params.softcap:

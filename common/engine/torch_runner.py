@@ -19,8 +19,8 @@ from torch import nn
 from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import Batch, BatchRow, KvBuffer, StepResult, Ticket, pack_batch
 from baton.common.engine.linears import pack_linears
-from baton.common.engine.norms import replace_norms
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
+from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.sampling import sample
 from baton.common.errors import ConfigError
 from baton.common.kv.torch_buffer import TorchKvBuffer
@@ -93,7 +93,7 @@ class TorchRunner:
         model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, backends.kernels)
         if backends.kernels is not None:
-            replace_norms(model, backends.kernels)
+            replace_pointwise(model, backends.kernels)
         self._check_layers()
 
     @classmethod

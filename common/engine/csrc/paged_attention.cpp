@@ -3,8 +3,8 @@
 //
 // Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values
 // are small products over the (query, head of the group) pairs. What is computed for a query depends on its own row
-// alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number
-// of threads changes a bit of its result.
+// alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the
+// number of threads changes a bit of its result.
 
 #include <algorithm>
 #include <atomic>
@@ -33,6 +33,7 @@ struct AttendArgs {
     void* pool;  // [pages][layers][2][kv_heads][page_size][head_dim]
     int64_t num_layers, layer, kv_heads, page_size, head_dim, q_heads;
     int64_t num_rows, num_tokens;
+    int64_t max_queries;  // rows with more only get their K and V written
     const int64_t* slots;
     const int32_t *q_offsets, *kv_lens, *page_offsets, *page_ids;
     const void *query, *key, *value;
@@ -116,6 +117,7 @@ class Attention {
         for (int32_t row = 0; row < a_.num_rows; ++row) {
             const int64_t end = a_.kv_lens[row], begin = end - (a_.q_offsets[row + 1] - a_.q_offsets[row]);
             work_ += (end - begin) * (end - first_visible(begin)) * a_.q_heads * dim_;
+            if (end - begin > a_.max_queries) continue;
             for (int32_t head = 0; head < a_.kv_heads; ++head) {
                 if (end - begin == 1) {
                     plan_spans(row, head, end);
@@ -162,6 +164,19 @@ class Attention {
             const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
             const T* place = place_in_pool(pages[token / a_.page_size], kind, head, offset);
             for (; token < stop; ++token, place += dim_) *to++ = place;
+        }
+    }
+
+    // Asks for K or V of these tokens to be brought near: pages lie apart, so the hardware does not foresee them.
+    void fetch(int32_t row, int64_t kind, int64_t head, int64_t begin, int64_t end) const {
+        const int32_t* pages = a_.page_ids + a_.page_offsets[row];
+        for (int64_t token = begin; token < end;) {
+            const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
+            const T* first = place_in_pool(pages[token / a_.page_size], kind, head, offset);
+            const char* place = reinterpret_cast<const char*>(first);
+            const int64_t bytes = (stop - token) * dim_ * static_cast<int64_t>(sizeof(T));
+            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(place + byte);
+            token = stop;
         }
     }
 
@@ -267,13 +282,13 @@ class Attention {
             int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
             while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
             const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
+            const int64_t width = (count + 15) / 16 * 16;
             std::fill_n(work.scores, active * kKeyBlock, 0.0f);
-            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, kKeyBlock, work.scores,
-                    kKeyBlock);
+            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores, kKeyBlock);
             for (int64_t r = 0; r < active; ++r) {
                 const int64_t q = q_first + r / group_;
                 weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
-                      std::min(count, q + 1 - block), work.span_stats + 2 * (skip + r),
+                      std::min(count, q + 1 - block), width, work.span_stats + 2 * (skip + r),
                       work.span_values + (skip + r) * dim_);
             }
             product(work.scores, kKeyBlock, value_rows, active, count, dim_, work.span_values + skip * dim_, dim_);
@@ -305,15 +320,15 @@ class Attention {
     }
 
     // Turns a row's scores of one block into weights relative to the maximum so far; rescales what was summed before.
-    void weigh(float* scores, int64_t begin, int64_t end, float* stats, float* values) const {
-        const float maximum = std::max(stats[0], mask(scores, begin, end, kKeyBlock));
+    void weigh(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values) const {
+        const float maximum = std::max(stats[0], mask(scores, begin, end, width));
         if (maximum > stats[0]) {
             const float factor = std::exp(stats[0] - maximum);
             stats[0] = maximum;
             stats[1] *= factor;
             for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
         }
-        stats[1] += exponentiate(scores, kKeyBlock, maximum);
+        stats[1] += exponentiate(scores, width, maximum);
     }
 
     // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock], returns where V's float rows are.
@@ -321,7 +336,9 @@ class Attention {
                                    float* value_block) const {
         const T** rows = at_least(pointers<T>, kKeyBlock);
         locate(item.row, 0, item.kv_head, block, block + count, rows);
-        for (int64_t j = 0; j < kKeyBlock; j += 16)
+        fetch(item.row, 1, item.kv_head, block, block + count);
+        fetch(item.row, 0, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
+        for (int64_t j = 0; j < count; j += 16)
             for (int64_t d = 0; d < dim_; d += 16) {
                 f32x16 tile[16];
                 for (int64_t i = 0; i < 16; ++i) tile[i] = j + i < count ? load16(rows[j + i] + d) : f32x16{};

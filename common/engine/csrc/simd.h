@@ -49,20 +49,33 @@ inline f32x16 splat16(float v) { return f32x16{v, v, v, v, v, v, v, v, v, v, v, 
 
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-inline float sum_of(f32x16 value) {
-    float lane[16];
-    std::memcpy(lane, &value, sizeof lane);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-    return lane[0];
+// Lane i gets lane (i + S) mod 16.
+template <int S>
+inline f32x16 rotated(f32x16 v) {
+#if defined(__clang__)
+    f32x16 to;
+    for (int lane = 0; lane < 16; ++lane) to[lane] = v[(lane + S) % 16];
+    return to;
+#else
+    i32x16 from;
+    for (int lane = 0; lane < 16; ++lane) from[lane] = (lane + S) % 16;
+    return __builtin_shuffle(v, from);
+#endif
 }
 
-inline float max_of(f32x16 value) {
-    float lane[16];
-    std::memcpy(lane, &value, sizeof lane);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    return lane[0];
+inline float sum_of(f32x16 v) {
+    v += rotated<8>(v);
+    v += rotated<4>(v);
+    v += rotated<2>(v);
+    v += rotated<1>(v);
+    return v[0];
+}
+
+inline float max_of(f32x16 v) {
+    v = max16(v, rotated<8>(v));
+    v = max16(v, rotated<4>(v));
+    v = max16(v, rotated<2>(v));
+    return max16(v, rotated<1>(v))[0];
 }
 
 // e^x for x <= 0 and a little above (the range of a softmax), to about 1 ulp; 0 below -87. Splits x into n ln 2 + r

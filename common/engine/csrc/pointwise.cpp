@@ -1,6 +1,8 @@
-// Root-mean-square normalisation of rows: y = x / sqrt(mean(x^2) + eps) * (shift + weight). Where torch takes eight
-// passes over a small tensor, this takes two. Each row is summed in one order, whatever it is batched with.
+// What lies between the matrix products. Root-mean-square norm of rows: y = x / sqrt(mean(x^2) + eps) * (shift +
+// weight), where torch takes eight passes over a small tensor; each row is summed in one order, whatever it is batched
+// with. And SiLU, y = x / (1 + e^-x).
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -18,8 +20,16 @@ struct NormArgs {
     int64_t round_first;  // round x / rms to the output's type before the weight is applied
 };
 
+// Mirrored by `SiluArgs` in kernels.py.
+struct SiluArgs {
+    int64_t is_bf16, count;
+    const void* x;
+    void* y;
+};
+
 namespace {
 
+constexpr int64_t kSiluBlock = 4096;
 constexpr int64_t kSerialWork = 1 << 15;  // elements below which waking threads costs more than it brings
 
 template <class T>
@@ -45,7 +55,33 @@ void normalise(const NormArgs& a) {
     }
 }
 
+f32x16 silu16(f32x16 x) {
+    const f32x16 e = exp16(x < 0.0f ? x : -x);  // of -|x|: never overflows
+    return x * (x < 0.0f ? e : splat16(1.0f)) / (1.0f + e);
+}
+
+template <class T>
+void silu(const SiluArgs& a) {
+    const T* x = static_cast<const T*>(a.x);
+    T* y = static_cast<T*>(a.y);
+#pragma omp parallel for schedule(static) if (a.count >= kSerialWork)
+    for (int64_t begin = 0; begin < a.count; begin += kSiluBlock) {
+        const int64_t end = std::min(a.count, begin + kSiluBlock);
+        int64_t i = begin;
+        for (; i + 16 <= end; i += 16) store16(y + i, silu16(load16(x + i)));
+        if (i == end) continue;
+        T tail[16] = {};
+        std::copy(x + i, x + end, tail);
+        store16(tail, silu16(load16(tail)));
+        std::copy_n(tail, end - i, y + i);
+    }
+}
+
 }  // namespace
+
+extern "C" void baton_silu(const SiluArgs* args) { args->is_bf16 ? silu<bf16>(*args) : silu<float>(*args); }
+
+extern "C" int64_t baton_silu_args_bytes() { return sizeof(SiluArgs); }
 
 extern "C" void baton_norm(const NormArgs* args) { args->is_bf16 ? normalise<bf16>(*args) : normalise<float>(*args); }
 

@@ -1,6 +1,6 @@
-"""Root-mean-square norms in one kernel call instead of eight torch operations.
+"""Root-mean-square norms in one kernel call instead of eight torch operations, and SiLU with our exponential.
 
-`transformers` has one such class per family, with small differences. A layer is replaced only when it is one by its
+`transformers` has one norm class per family, with small differences. A layer is replaced only when it is a norm by its
 parts and our kernel reproduces its output on random input; any other keeps its own code.
 Never: trusts a class's name for what the class computes.
 """
@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import nn
 
-from baton.common.engine.kernels import Kernels, NormArgs
+from baton.common.engine.kernels import Kernels, NormArgs, SiluArgs
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -42,16 +42,35 @@ class CompiledRmsNorm(nn.Module):
         return y
 
 
-def replace_norms(model: nn.Module, kernels: Kernels) -> None:
-    """Replaces every norm of `model` that our kernel is found to reproduce."""
+class CompiledSilu(nn.Module):
+    """`x / (1 + exp(-x))` for float32 and bfloat16."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._silu = kernels.silu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        args = SiluArgs(x.dtype == torch.bfloat16, x.numel(), x.data_ptr(), y.data_ptr())
+        self._silu(ctypes.byref(args))
+        return y
+
+
+def replace_pointwise(model: nn.Module, kernels: Kernels) -> None:
+    """Replaces every SiLU of `model`, and every norm that our kernel is found to reproduce."""
+    from transformers.activations import SiLUActivation
+
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            replacement = _replacement(child, kernels)
+            replacement = (
+                CompiledSilu(kernels) if type(child) in (nn.SiLU, SiLUActivation) else _norm_replacement(child, kernels)
+            )
             if replacement is not None:
                 setattr(parent, name, replacement)
 
 
-def _replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | None:
+def _norm_replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | None:
     parameters = dict(norm.named_parameters())
     eps = next((getattr(norm, name) for name in _EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
     weight = parameters.get("weight")

@@ -1,15 +1,16 @@
-"""The norm kernel stands in for the families' own classes only where it computes the same."""
+"""The pointwise kernels stand in for the families' own classes only where they compute the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
-from baton.common.engine.norms import CompiledRmsNorm, replace_norms
+from baton.common.engine.pointwise import CompiledRmsNorm, CompiledSilu, replace_pointwise
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_known_families_are_replaced_and_agree(kernels: Kernels, family: type[nn
     x = 5 * torch.randn(1, 70, 2, 80).to(dtype)
     with torch.inference_mode():
         expected = model(x)
-        replace_norms(model, kernels)
+        replace_pointwise(model, kernels)
         assert isinstance(model[0], CompiledRmsNorm)
         ours = model(x)
         torch.testing.assert_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
@@ -51,5 +52,21 @@ class MeanNorm(nn.Module):
 
 def test_anything_else_keeps_its_own_code(kernels: Kernels) -> None:
     model = nn.Sequential(MeanNorm(), nn.LayerNorm(32), LlamaRMSNorm(40))  # 40 is not a multiple of 16
-    replace_norms(model, kernels)
+    replace_pointwise(model, kernels)
     assert [type(layer) for layer in model] == [MeanNorm, nn.LayerNorm, LlamaRMSNorm]
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 5000, 40_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_agrees(kernels: Kernels, count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ACT2FN["silu"])
+    replace_pointwise(model, kernels)
+    assert isinstance(model[0], CompiledSilu)
+    x = (20 * torch.randn(count)).to(dtype)
+    x[: count // 3] *= 10  # far beyond where the exponential underflows
+    with torch.inference_mode():
+        ours = model(x)
+    torch.testing.assert_close(
+        ours, torch.nn.functional.silu(x), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
