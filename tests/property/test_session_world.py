@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.common.config import TransferConfig
@@ -79,6 +79,7 @@ class Weather:
     crash: float
     false_silence: float
     calm_at_s: float = 6.0
+    handoff_ttl_s: float = 4.0
 
 
 class World:
@@ -91,6 +92,7 @@ class World:
         self.epochs = 0
         self.released: set[HandoffKey] = set()
         self.committed: set[HandoffKey] = set()
+        self.failures: set[tuple[HandoffKey, ErrorCode]] = set()
         for worker in ("decode-0", "decode-1", "prefill-0"):
             self.start(WorkerId(worker))
         self.publish()
@@ -147,7 +149,9 @@ class Node:
 
     def __init__(self, world: World, stamp: Stamp) -> None:
         self.world, self.stamp, self.alive = world, stamp, True
-        self.config = TransferConfig(resend_after_s=0.2, handoff_ttl_s=4.0, tombstone_ttl_s=5.0, max_tombstones=8)
+        self.config = TransferConfig(
+            resend_after_s=0.2, handoff_ttl_s=world.weather.handoff_ttl_s, tombstone_ttl_s=5.0, max_tombstones=8
+        )
         self.endpoint = Endpoint(stamp, self.config, world.weather.page_size, ["zmq", "local"])
         self.pages: dict[int, list[int]] = {}  # page id -> token values
         self.next_page = 1
@@ -279,7 +283,9 @@ class DecodeNode(Node):
             assert event.result.first_token == FIRST_TOKEN
             assert event.lane == self.world.weather.lane
             self.world.committed.add(event.key)
-        elif not incoming.aborted and event.key.attempt < 6 and page_floor(landed_until, page_size) < total:
+            return
+        self.world.failures.add((event.key, event.failure.code))
+        if not incoming.aborted and event.key.attempt < 6 and page_floor(landed_until, page_size) < total:
             retry = HandoffKey(event.key.handoff, event.key.attempt + 1)
             start = page_floor(landed_until, page_size)
             self.world.later(0.5, lambda: self.open(retry, command.tokens.tolist(), start))
@@ -391,6 +397,8 @@ class PrefillNode(Node):
                 outgoing.ended = outgoing.stopped = True
                 if isinstance(event, SourceReleased):
                     self.world.released.add(event.key)
+                else:
+                    self.world.failures.add((event.key, event.failure.code))
                 for page in outgoing.pages:
                     del self.pages[page]
             case _:
@@ -502,7 +510,7 @@ def check_end(world: World) -> None:
             assert all(outgoing.ended for outgoing in node.outgoing.values()), about
 
 
-def weathers(**fixed: float) -> st.SearchStrategy[Weather]:
+def weathers(*, handoff_ttl_s: float = 4.0, **fixed: float) -> st.SearchStrategy[Weather]:
     chances = {
         "loss": 0.3,
         "repeat": 0.3,
@@ -518,11 +526,19 @@ def weathers(**fixed: float) -> st.SearchStrategy[Weather]:
         page_size=st.sampled_from([1, 4, 16]),
         region_pages=st.integers(1, 3),
         slots=st.integers(1, 3),
+        handoff_ttl_s=st.just(handoff_ttl_s),
         **{
             name: st.just(fixed[name]) if name in fixed else st.sampled_from([0.0, most])
             for name, most in chances.items()
         },
     )
+
+
+NETWORK_ONLY = {"damage": 0.0, "abort": 0.0, "break_lane": 0.0, "crash": 0.0, "false_silence": 0.0}
+SLOW = {"lane": "local", "page_size": 4, "region_pages": 1, "loss": 0.3, "repeat": 0.0, **NETWORK_ONLY}
+"""Single pages over a lossy lane without repeats: a hand-off of 12 regions may take more than four seconds."""
+AMPLE_TTL_S = 25.0
+"""More than any storm lasts and what is left takes afterwards: time alone ends no hand-off."""
 
 
 @settings(max_examples=120, deadline=None)
@@ -533,14 +549,29 @@ def test_after_any_storm_every_hand_off_has_ended_once_and_every_page_is_back(we
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    weather=weathers(damage=0.0, abort=0.0, break_lane=0.0, crash=0.0, false_silence=0.0), seed=st.integers(0, 2**32)
-)
+@given(weather=weathers(handoff_ttl_s=AMPLE_TTL_S, **NETWORK_ONLY), seed=st.integers(0, 2**32))
+@example(weather=Weather(slots=2, handoff_ttl_s=AMPLE_TTL_S, **SLOW), seed=3628800)
+@example(weather=Weather(slots=1, handoff_ttl_s=AMPLE_TTL_S, **SLOW), seed=221)
 def test_a_bad_network_alone_costs_time_and_nothing_else(weather: Weather, seed: int) -> None:
     world = live(weather, seed, handoffs=6)
     check_end(world)
     assert world.committed == world.released
+    assert world.failures == set()
     assert {key.handoff for key in world.committed} == set(range(1, 7))
+
+
+@settings(max_examples=20, deadline=None)
+@given(weather=weathers(**NETWORK_ONLY), seed=st.integers(0, 2**32))
+@example(weather=Weather(slots=2, **SLOW), seed=3628800)  # the sink's time passes
+@example(weather=Weather(slots=1, **SLOW), seed=221)  # the source's time passes before it hears of the commit
+def test_a_bad_network_ends_a_hand_off_only_by_using_up_its_time(weather: Weather, seed: int) -> None:
+    world = live(weather, seed, handoffs=6)
+    check_end(world)
+    assert {code for _, code in world.failures} <= {ErrorCode.DEADLINE_EXCEEDED}
+    assert world.released <= world.committed
+    late = {key for key, _ in world.failures}
+    opened = {key for node in world.nodes.values() if isinstance(node, DecodeNode) for key in node.incoming}
+    assert opened - world.released == late
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
