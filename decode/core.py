@@ -42,7 +42,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.common.units import pages_for_tokens
+from baton.common.units import page_floor, pages_for_tokens
 from baton.decode.admission import ActiveRequest
 from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import NOT_HERE, Outbox
@@ -342,6 +342,9 @@ class DecodeCore:
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request = self._handoffs.close(event.key)
+        before = request.record.kv_committed_len
+        found_until = page_floor(before, self.pool.page_size) + event.result.cached_tokens
+        request.count_tokens(before, found_until, "prefill_cached_tokens")
         self._book_transfer(request, event.nbytes, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
         match request.state:
@@ -351,7 +354,6 @@ class DecodeCore:
                 times.transfer_s += event.transfer_s
                 times.scatter_s += event.scatter_s
                 times.prefill_s += event.result.prefill_s
-                times.prefill_cached_tokens += event.result.cached_tokens
                 self._run(request, now, event.result.first_token, event.result.logprob)
             case Stopping():
                 self._done(request)

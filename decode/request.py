@@ -152,9 +152,13 @@ class DecodeRequest:
         return len(self.prompt) + self.limit
 
     def count_tokens(
-        self, first: int, end: int, how: Literal["cached_tokens", "local_tokens", "transferred_tokens"]
+        self,
+        first: int,
+        end: int,
+        how: Literal["cached_tokens", "local_tokens", "transferred_tokens", "prefill_cached_tokens"],
     ) -> None:
-        """Books prompt tokens [first, end) as cached, local or transferred; each token once."""
+        """Books prompt tokens [first, end) as cached, local or transferred, each token once; or those of the
+        transferred ones that the prefill worker had cached."""
         tokens = min(end, len(self.prompt)) - min(first, len(self.prompt))
         if not self.times.counted and tokens > 0:
             setattr(self.times, how, getattr(self.times, how) + tokens)
@@ -163,7 +167,8 @@ class DecodeRequest:
         """A pass over the prompt begins; an earlier one that was cut short does not count."""
         times = self.times
         if not times.counted:
-            times.cached_tokens = times.local_tokens = times.transferred_tokens = 0
+            times.cached_tokens = times.local_tokens = 0
+            times.transferred_tokens = times.prefill_cached_tokens = 0
 
     def timeline(self, now: float, worker: WorkerId) -> Timeline:
         times = self.times

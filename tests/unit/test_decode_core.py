@@ -276,6 +276,47 @@ def test_retraction_under_pressure_loses_nothing() -> None:
     rig.assert_clean()
 
 
+def test_what_the_prefill_worker_had_cached_is_a_part_of_what_came_from_it() -> None:
+    """Known to it from another decode worker, say: the decode worker's own cache is dropped in between."""
+    rig = Rig()
+    prompt, sampling = prompt_of(21), SamplingParams(max_tokens=20)
+    expected = answer(prompt, sampling)
+    rig.submit("first", prompt, sampling)
+    rig.settle()
+    rig.decode.pool.clear_cache()
+    rig.submit("again", prompt, sampling)
+    rig.settle()
+    rig.decode.pool.clear_cache()
+    known = np.concatenate((prompt, np.array(expected[:15], dtype=np.int32)))
+    rig.submit("warms the prefill worker", known)
+    rig.settle()
+    rig.decode.pool.clear_cache()
+    rig.gateway.tokens["migrated"] = expected[:15]
+    rig.submit("migrated", prompt, sampling, outputs=expected[:15], placement=1)
+    rig.settle()
+    assert rig.gateway.tokens["migrated"] == expected
+    assert [_moved(rig, name) for name in ("first", "again", "migrated")] == [(21, 0), (21, 20), (21, 21)]
+
+
+def test_retracted_requests_count_what_was_cached_at_prefill_once() -> None:
+    rig = Rig(decode_engine(pages=24, num_reserved_decode_tokens=0))
+    sampling = SamplingParams(max_tokens=40)
+    for index in range(4):
+        rig.submit(f"r{index}", prompt_of(14, index), sampling)
+    rig.settle()
+    assert rig.decode.core.retractions > 0
+    assert sum(isinstance(effect, OpenSink) for effect in rig.log) > 4, "none came back by a hand-off"
+    for index in range(4):
+        assert _moved(rig, f"r{index}") == (14, 0)
+
+
+def _moved(rig: Rig, name: str) -> tuple[int, int]:
+    timeline = rig.gateway.finals[name].timeline
+    assert timeline is not None
+    assert 0 <= timeline.prefill_cached_tokens <= timeline.transferred_tokens
+    return timeline.transferred_tokens, timeline.prefill_cached_tokens
+
+
 def test_the_last_one_that_does_not_fit_fails_clearly() -> None:
     rig = Rig(decode_engine(pages=8))
     rig.submit("r", prompt_of(20), SamplingParams(max_tokens=60))
