@@ -31,7 +31,7 @@ from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import find_process
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
-from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
+from baton.transfer.actor import HEALTH, INQUIRY, WATCH, ProcessReport, in_group
 from baton.transfer.io import IoThread, Rejected
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
@@ -186,11 +186,11 @@ class GatewayActor:
         if self._process is not None:
             self._process.io.set_controller(controller_address)
 
-    @in_group(HEALTH)
+    @in_group(INQUIRY)
     def status(self) -> GatewayStatus | None:
         return self._process.status() if self._process is not None else None
 
-    @in_group(HEALTH)
+    @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
         """Admits nothing new, waits for what runs. False: some of it did not end in time."""
         return self._process is None or self._process.drain(timeout_s)

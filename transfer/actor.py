@@ -15,8 +15,11 @@ from baton.common.messages import Member, Membership
 
 HEALTH = "health"
 WATCH = "watch"
-CONCURRENCY_GROUPS = {HEALTH: 4, WATCH: 4}
-"""Threads per group. `health` answers while `start` loads and while the engine is stuck; `watch` only waits."""
+INQUIRY = "inquiry"
+CONCURRENCY_GROUPS = {HEALTH: 4, WATCH: 4, INQUIRY: 2}
+"""Threads per group. `health` answers at once, while `start` loads and while the engine is stuck: who does not answer
+there is killed. `watch` only waits. `inquiry` is what people ask: it may wait for the engine, so it has no thread of
+the others, however many ask."""
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
 

@@ -31,7 +31,7 @@ from baton.common.kv.pool import KvPool
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Load, Member, Membership
-from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
+from baton.transfer.actor import HEALTH, INQUIRY, WATCH, ProcessReport, in_group
 from baton.transfer.io import IoThread, Rejected
 from baton.transfer.process import ProcessSpec, die_with_parent, pin_process, register_process
 
@@ -400,11 +400,11 @@ class WorkerActor:
     def health(self) -> Health:
         return self._process.health()
 
-    @in_group(HEALTH)
+    @in_group(INQUIRY)
     def status(self) -> WorkerStatus:
         return self._process.status()
 
-    @in_group(HEALTH)
+    @in_group(INQUIRY)
     def kv_census(self, page: int | None = None) -> dict[str, int] | str:
         """Pages per owner class; or, for one page, who holds it."""
         return self._process.census() if page is None else self._process.page_owner(page)
