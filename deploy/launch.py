@@ -13,14 +13,15 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
@@ -48,6 +49,9 @@ LOCAL_NODE_ADDRESS = "127.0.0.2"
 not 127.0.0.1, which Ray replaces by the host's outward address."""
 CALL_TIMEOUT_S = 30.0
 PROGRESS_INTERVAL_S = 0.3
+RETRY_PAUSE_S = 0.2
+"""Between two calls of a controller that Ray is restarting. It refuses at once, and nothing tells when it is back."""
+CONNECT_TIMEOUT_S = 5.0
 
 
 class LaunchError(BatonError):
@@ -101,31 +105,43 @@ class ClusterHandle:
     def drain(self, timeout_s: float) -> bool:
         """The gateways admit nothing new and finish what runs. False: not all of it ended in time."""
         gateways = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == "gateway"]
-        actors = [actor for worker in gateways if (actor := self.actor(worker)) is not None]
         try:
+            actors = [actor for worker in gateways if (actor := self.actor(worker)) is not None]
             return all(ray.get([actor.drain.remote(timeout_s) for actor in actors], timeout=timeout_s + CALL_TIMEOUT_S))
-        except RayError:
+        except (RayError, LaunchError):
             return False
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Ends every process of the cluster, and the local Ray with them; what runs is lost (`drain` before). Raises
         LaunchError when a process is left."""
-        left = ""
-        try:
-            self._stop_workers(timeout_s)
-        except RayError as error:
-            left = f"the controller did not answer: {error}"
-        controller = find_process(self.plan.config.cluster, CONTROLLER)
-        if controller is not None:
-            ray.kill(controller, no_restart=True)
-            reap(self.plan.run_dir, CONTROLLER, KILL_GRACE_S, REAP_TIMEOUT_S)
-        if not reap_strangers(self.plan.run_dir, frozenset()):
-            left = "a process could not be killed"
+        left: list[str] = []
+        steps: tuple[Callable[[], None], ...] = (
+            lambda: self._stop_workers(timeout_s),
+            self._kill_controller,
+            self._reap_all,
+        )
+        for step in steps:  # one that fails leaves the more to do for the next
+            try:
+                step()
+            except LaunchError as error:
+                left.append(str(error))
+            except RayError as error:
+                left.append(f"Ray did not answer: {_first_line(error)}")
         if self.owns_ray:
             ray.shutdown()
         shutil.rmtree(self.plan.run_dir, ignore_errors=True)
         if left:
-            raise LaunchError(left)
+            raise LaunchError("; ".join(left))
+
+    def _kill_controller(self) -> None:
+        controller = find_process(self.plan.config.cluster, CONTROLLER)
+        if controller is not None:
+            ray.kill(controller, no_restart=True)
+            reap(self.plan.run_dir, CONTROLLER, KILL_GRACE_S, REAP_TIMEOUT_S)
+
+    def _reap_all(self) -> None:
+        if not reap_strangers(self.plan.run_dir, frozenset()):
+            raise LaunchError("a process could not be killed")
 
     def _stop_workers(self, timeout_s: float) -> None:
         clock = MonotonicClock()
@@ -136,16 +152,26 @@ class ClusterHandle:
             status = self.wait_change(status, 1.0)
 
     def _call_controller(self, method: str, timeout_s: float, *arguments: object) -> Any:
-        """A controller that died is restarted by Ray: calls that met its death are made again."""
-        clock = MonotonicClock()
-        deadline_s = clock.now() + timeout_s
-        while True:
-            reference = getattr(self.controller, method).remote(*arguments)
-            try:
-                return ray.get(reference, timeout=max(0.1, deadline_s - clock.now()))
-            except ray.exceptions.ActorUnavailableError:
-                if clock.now() >= deadline_s:
-                    raise
+        return _ask(self.controller, method, timeout_s, *arguments)
+
+
+def _ask(controller: ActorHandle, method: str, timeout_s: float, *arguments: object) -> Any:
+    """A controller that died is restarted by Ray: calls that met its death are made again. Raises LaunchError when
+    there is no answer within `timeout_s`."""
+    clock = MonotonicClock()
+    deadline_s = clock.now() + timeout_s
+    while True:
+        try:
+            reference = getattr(controller, method).remote(*arguments)
+            return ray.get(reference, timeout=max(0.1, deadline_s - clock.now()))
+        except ActorUnavailableError as error:
+            if clock.now() >= deadline_s:
+                raise LaunchError(f"the controller was not there for {timeout_s:g} s") from error
+            time.sleep(RETRY_PAUSE_S)
+        except TimeoutError as error:
+            raise LaunchError(f"the controller did not answer within {timeout_s:g} s") from error
+        except RayError as error:
+            raise LaunchError(f"the controller cannot be asked: {_first_line(error)}") from error
 
 
 def launch(
@@ -198,7 +224,7 @@ def attach(cluster: str, ray_address: str) -> ClusterHandle:
     controller = find_process(cluster, CONTROLLER)
     if controller is None:
         raise LaunchError(f"no cluster named {cluster!r} runs on this Ray")
-    plan: ClusterPlan = ray.get(controller.plan.remote(), timeout=CALL_TIMEOUT_S)
+    plan: ClusterPlan = _ask(controller, "plan", CALL_TIMEOUT_S)
     return ClusterHandle(plan, controller, owns_ray=False)
 
 
@@ -240,11 +266,27 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
 
 
 def _join_ray(address: str, namespace: str | None = None) -> None:
+    _find_listener(address)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
-        reason = str(error).partition("\n")[0]
-        raise LaunchError(f"cannot join the Ray cluster at {address}: {reason}") from error
+        raise LaunchError(f"cannot join the Ray cluster at {address}: {_first_line(error)}") from error
+
+
+def _find_listener(address: str) -> None:
+    """Ray itself looks for more than a minute for a cluster that is not there. What is no host and port ("auto"), it
+    judges at once."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"no Ray cluster at {address}: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat, ...]:
@@ -296,7 +338,7 @@ def _show_progress(
         return
     try:
         lines: list[str] = ray.get(actor.progress.remote(), timeout=1.0)
-    except (GetTimeoutError, RayActorError):
+    except RayError:
         return  # still importing, or gone: the controller will tell
     for line in lines[shown.get(worker, 0) :]:
         on_progress(f"{worker}: {line}")

@@ -1,18 +1,167 @@
-"""What a person is told when the Ray cluster they named cannot be joined."""
+"""What a person is told when Ray cannot be joined, or the controller on it does not answer."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RaySystemError
 
-from baton.deploy.launch import LaunchError, attach
+from baton.common.clock import MonotonicClock
+from baton.common.config import ClusterConfig
+from baton.common.ids import WorkerId
+from baton.deploy import launch
+from baton.deploy.controller import ClusterPlan, Seat
+from baton.deploy.controller_core import SeatSpec
+from baton.deploy.launch import ClusterHandle, LaunchError, attach
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """The address of somebody who listens, and is no Ray."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ValueError])
-def test_a_ray_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_a_ray_that_cannot_be_joined_is_named(
+    monkeypatch: pytest.MonkeyPatch, listener: str, error: type[Exception]
+) -> None:
     def refuse(**_: object) -> None:
         raise error("nobody answers\nand many more lines")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(LaunchError, match=r"at 10\.0\.0\.1:6379: nobody answers$"):
-        attach("baton", "10.0.0.1:6379")
+    with pytest.raises(LaunchError, match=rf"at {listener}: nobody answers$"):
+        attach("baton", listener)
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray looks for it for more than a minute"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started_s = MonotonicClock().now()
+    with pytest.raises(LaunchError, match=rf"^no Ray cluster at {prefix}127\.0\.0\.1:{port}: .*refused"):
+        attach("baton", f"{prefix}127.0.0.1:{port}")
+    assert MonotonicClock().now() - started_s < launch.CONNECT_TIMEOUT_S
+
+
+def test_a_port_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("there is nothing to join"))
+    with pytest.raises(LaunchError, match=r"no Ray cluster at 127\.0\.0\.1:99999: "):
+        attach("baton", "127.0.0.1:99999")
+
+
+@dataclass
+class FakeController:
+    """A handle whose every call fails with the next of `errors`, and from then on returns its arguments."""
+
+    errors: list[Exception]
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, method: str) -> FakeMethod:
+        return FakeMethod(self, method)
+
+
+@dataclass
+class FakeMethod:
+    controller: FakeController
+    name: str
+
+    def remote(self, *arguments: object) -> object:
+        self.controller.calls.append(self.name)
+        if self.controller.errors:
+            raise self.controller.errors.pop(0)
+        return arguments
+
+
+@dataclass
+class FakeRay:
+    """What a handle reaches of Ray."""
+
+    pauses_s: list[float] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+
+    def step(name: str, result: object) -> Callable[..., object]:
+        def take(*_: object, **__: object) -> object:
+            fake.steps.append(name)
+            return result
+
+        return take
+
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    monkeypatch.setattr(launch.time, "sleep", fake.pauses_s.append)
+    monkeypatch.setattr(launch, "find_process", step("find", None))
+    monkeypatch.setattr(launch, "reap_strangers", step("reap", True))
+    monkeypatch.setattr(ray, "shutdown", step("ray.shutdown", None))
+    return fake
+
+
+def handle(controller: FakeController, run_dir: str = "/nowhere", owns_ray: bool = False) -> ClusterHandle:
+    plan = ClusterPlan(config=ClusterConfig(), keys=None, run_dir=run_dir, seats=(), launched_at_ms=0)
+    return ClusterHandle(plan, controller, owns_ray)
+
+
+def unavailable() -> Exception:
+    return ActorUnavailableError("restarting", None)
+
+
+def test_a_controller_that_is_restarted_is_asked_again_after_a_pause(fake_ray: FakeRay) -> None:
+    controller = FakeController([unavailable(), unavailable()])
+    assert handle(controller).status() == ()  # type: ignore[comparison-overlap]
+    assert controller.calls == ["status"] * 3
+    assert fake_ray.pauses_s == [launch.RETRY_PAUSE_S] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (unavailable(), "was not there for 0 s"),
+        (GetTimeoutError("Get timed out"), "did not answer within 0 s"),
+        (ActorDiedError(), "cannot be asked: "),
+        (RaySystemError("no connection\nand a trace"), "cannot be asked: System error: no connection$"),
+    ],
+)
+def test_a_controller_that_does_not_answer_is_one_line(fake_ray: FakeRay, error: Exception, told: str) -> None:
+    with pytest.raises(LaunchError, match=told) as raised:
+        handle(FakeController([error])).status(timeout_s=0.0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_drain_without_a_controller_has_not_drained(fake_ray: FakeRay) -> None:
+    lost = handle(FakeController([ActorDiedError()]))
+    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), class_path="", cores=(), num_cpus=0)
+    assert not replace(lost, plan=replace(lost.plan, seats=(gateway,))).drain(0.0)
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("late"), ActorDiedError()])
+def test_a_shutdown_goes_on_when_the_controller_does_not_answer(
+    fake_ray: FakeRay, tmp_path: Path, error: Exception
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(LaunchError, match="the controller"):
+        handle(FakeController([error]), str(run_dir), owns_ray=True).shutdown()
+    assert fake_ray.steps == ["find", "reap", "ray.shutdown"]
+    assert not run_dir.exists()
+
+
+def test_a_shutdown_goes_on_when_ray_does_not_answer(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RaySystemError("gone")
+
+    monkeypatch.setattr(launch, "find_process", lost)
+    with pytest.raises(
+        LaunchError, match=r"the controller cannot be asked: .*; Ray did not answer: System error: gone"
+    ):
+        handle(FakeController([ActorDiedError()]), owns_ray=True).shutdown()
+    assert fake_ray.steps == ["reap", "ray.shutdown"]
