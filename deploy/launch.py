@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,7 +36,7 @@ from baton.deploy.controller_core import SeatSpec
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
-from baton.transfer.process import actor_name, new_run_dir, reap
+from baton.transfer.process import actor_name, make_private, new_run_dir, reap, run_root
 
 CLASS_PATHS: Mapping[str, str] = {
     "prefill": "baton.prefill.actor:PrefillActor",
@@ -231,6 +232,7 @@ def attach(cluster: str, ray_address: str) -> ClusterHandle:
 def _checked(config: ClusterConfig) -> ClusterConfig:
     """Everything that can be known to fail is found here. Port 0 becomes a free one: successors must find it again."""
     validate(config)
+    make_private(Path(run_root()))
     if config.model.model != FAKE_MODEL:
         resolve_source(config.model.model)
     gateway = config.gateway

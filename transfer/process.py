@@ -15,10 +15,12 @@ import os
 import secrets
 import select
 import signal
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.common.config import ClusterConfig
+from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.transfer.mesh import ClusterKeys
 
@@ -61,13 +63,32 @@ def parse_actor_name(name: str) -> tuple[WorkerId, int] | None:
 
 def new_run_dir(cluster: str) -> str:
     """Node-local, private to this user and to one launch: two clusters of one name must not reap each other."""
-    return f"/tmp/baton-{os.getuid()}/{cluster}-{secrets.token_hex(4)}"
+    return f"{run_root()}/{cluster}-{secrets.token_hex(4)}"
+
+
+def run_root() -> str:
+    """Above the run directories of all clusters of this user."""
+    return f"/tmp/baton-{os.getuid()}"
+
+
+def make_private(directory: Path) -> None:
+    """Creates it, or sees that it is ours alone: who can write a pid record there chooses what we kill. Raises
+    ConfigError."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError("run directory", str(directory), "is not a directory of this user", "remove it")
+    if found.st_mode & 0o077:
+        raise ConfigError("run directory", str(directory), "is open to other users", f"chmod 700 {directory}")
 
 
 def register_process(run_dir: str, name: str) -> None:
-    """The first thing a process does, before it opens any socket or touches any memory of others."""
+    """The first thing a process does, before it opens any socket or touches any memory of others. Raises
+    ConfigError when the run directory is not private."""
     directory = Path(run_dir)
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(directory.parent)
+    make_private(directory)
     pid = os.getpid()
     record = directory / f".{name}.{pid}"
     record.write_text(f"{pid} {_start_time(pid)}")

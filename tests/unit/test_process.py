@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.common.config import ClusterConfig
+from baton.common.errors import ConfigError
+from baton.deploy import launch
 from baton.transfer.process import (
     actor_name,
     parse_actor_name,
@@ -93,3 +96,47 @@ def test_names_carry_the_incarnation() -> None:
     assert parse_actor_name(actor_name("decode-1", 12)) == ("decode-1", 12)  # type: ignore[arg-type]
     for foreign in ("controller", "decode-1", "@3", "decode-1@x", "decode-1@"):
         assert parse_actor_name(foreign) is None
+
+
+def test_the_run_directory_and_its_parent_are_private(tmp_path: Path) -> None:
+    old_mask = os.umask(0)
+    try:
+        register_process(str(tmp_path / "baton" / "run"), "me@1")
+    finally:
+        os.umask(old_mask)
+    for made in (tmp_path / "baton", tmp_path / "baton" / "run"):
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o720, 0o755, 0o777])
+@pytest.mark.parametrize("open_one", ["baton", "baton/run"])
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path, open_one: str, mode: int) -> None:
+    (tmp_path / "baton" / "run").mkdir(parents=True)
+    for made in ("baton", "baton/run"):
+        (tmp_path / made).chmod(mode if made == open_one else 0o700)
+    with pytest.raises(ConfigError, match=f"chmod 700 {tmp_path / open_one}"):
+        register_process(str(tmp_path / "baton" / "run"), "me@1")
+    assert list((tmp_path / "baton" / "run").iterdir()) == []
+
+
+def test_what_another_user_put_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "baton").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(ConfigError, match="is not a directory of this user"):
+        register_process(str(tmp_path / "baton" / "run"), "me@1")
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "baton").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a directory of this user"):
+        register_process(str(tmp_path / "baton" / "run"), "me@1")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_launch_starts_nothing_above_an_open_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(launch, "run_root", lambda: str(tmp_path))
+    monkeypatch.setattr(launch, "_connect", lambda *_: pytest.fail("connected to Ray"))
+    with pytest.raises(ConfigError, match="is open to other users"):
+        launch.launch(ClusterConfig())
