@@ -89,7 +89,7 @@ def worker_main(pipe: Connection, role: str, leg: Leg, page_bytes: int, keys: Cl
     worker = PREFILL if role == "prefill" else DECODE
     config = ClusterConfig(
         transfer=TransferConfig(lanes=(leg.lane,)),
-        liveness=LivenessConfig(heartbeat_interval_s=1.0, suspect_after_s=10.0, dead_after_s=30.0),
+        liveness=LivenessConfig(heartbeat_interval_s=1.0, republish_interval_s=10.0, dead_after_s=30.0),
     )
     buffer = new_pool(page_bytes)
     pages = scattered(page_bytes, 1 if role == "prefill" else 2)

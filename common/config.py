@@ -74,8 +74,8 @@ class TransferConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessConfig:
     heartbeat_interval_s: float = 0.2
-    suspect_after_s: float = 1.0
-    dead_after_s: float = 3.0
+    dead_after_s: float = 3.0  # silence: hand-offs with it end, and the controller kills and replaces it
+    republish_interval_s: float = 1.0  # the controller repeats an unchanged membership so often
     engine_stuck_after_s: float = 60.0  # one engine step longer than this: the process is replaced
     start_deadline_s: float = 900.0  # from process start until it has loaded and registered
     restart_backoff_s: float = 1.0  # from the second death in a row on; doubles
@@ -177,12 +177,10 @@ def validate(config: ClusterConfig) -> None:
     if config.prefill < 0:
         raise ConfigError("prefill", config.prefill, "cannot be negative", "0 means: decode workers prefill themselves")
     live = config.liveness
-    if not 0 < live.heartbeat_interval_s < live.suspect_after_s < live.dead_after_s:
-        raise ConfigError(
-            "liveness",
-            dataclasses.asdict(live),
-            "needs 0 < heartbeat_interval_s < suspect_after_s < dead_after_s",
-        )
+    if not 0 < live.heartbeat_interval_s < live.dead_after_s:
+        raise ConfigError("liveness", dataclasses.asdict(live), "needs 0 < heartbeat_interval_s < dead_after_s")
+    if not 0 < live.republish_interval_s < live.dead_after_s:  # else the controller takes its rest for its absence
+        raise ConfigError("liveness", dataclasses.asdict(live), "needs 0 < republish_interval_s < dead_after_s")
     for name, value in _positive_settings(config):
         if value is not None and not 0 < value < math.inf:  # neither is a number that is none
             raise ConfigError(name, value, "must be positive and finite")

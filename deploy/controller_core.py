@@ -262,7 +262,7 @@ class ControllerCore:
                     pass
                 case _:
                     assert_never(seat.state)
-        if now >= self._published_at_s + self._liveness.suspect_after_s:
+        if now >= self._published_at_s + self._liveness.republish_interval_s:
             self._published_at_s = now
             if not self._changed:
                 effects.append(Publish(self.membership()))
@@ -270,7 +270,7 @@ class ControllerCore:
 
     def next_deadline(self) -> float:
         """When `on_timer` has something to do at the latest."""
-        due = [self._published_at_s + self._liveness.suspect_after_s]
+        due = [self._published_at_s + self._liveness.republish_interval_s]
         for seat in self._seats.values():
             match seat.state:
                 case Vacant():
@@ -373,10 +373,10 @@ class ControllerCore:
 
     def _forgive_own_absence(self, now: float) -> None:
         """A controller that did not run for a while (stopped, swapped out) heard nobody: that is no one else's fault.
-        `next_deadline` has it called every `suspect_after_s` otherwise."""
+        `next_deadline` has it called every `republish_interval_s` otherwise."""
         absent_s = now - self._timer_at_s
         self._timer_at_s = now
-        if absent_s > (self._liveness.suspect_after_s + self._liveness.dead_after_s) / 2:
+        if absent_s > (self._liveness.republish_interval_s + self._liveness.dead_after_s) / 2:
             for seat in self._seats.values():
                 if isinstance(seat.state, Live):
                     seat.state = replace(seat.state, heard_s=max(seat.state.heard_s, now))

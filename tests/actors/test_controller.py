@@ -37,7 +37,9 @@ def stub_config(name: str) -> ClusterConfig:
         pin_cores=False,
         model=ModelConfig(model="fake", max_model_len=256),
         kv=KvConfig(num_pages=64),
-        liveness=LivenessConfig(suspect_after_s=0.5, dead_after_s=1.5, engine_stuck_after_s=5.0, restart_backoff_s=0.1),
+        liveness=LivenessConfig(
+            republish_interval_s=0.5, dead_after_s=1.5, engine_stuck_after_s=5.0, restart_backoff_s=0.1
+        ),
         gateway=GatewayConfig(port=0),
     )
 

@@ -161,7 +161,7 @@ def serving(worker: Loopback | None = None, *, members: bool = True, **settings:
     worker = worker or Loopback()
     config = ClusterConfig(
         gateway=replace(GatewayConfig(port=0), **settings),  # type: ignore[arg-type]
-        liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, suspect_after_s=0.04, dead_after_s=0.06),
+        liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, republish_interval_s=0.04, dead_after_s=0.06),
     )
     model = ServedModel("fake", MAX_MODEL_LEN, 258, (257,), ByteTokenizer())
 

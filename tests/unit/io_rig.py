@@ -37,7 +37,9 @@ def io_config(*lanes: str, dead_after_s: float = 3.0) -> ClusterConfig:
         transfer=TransferConfig(
             lanes=lanes, staging_ring_bytes=16 * 16384, region_bytes=16384, credit_regions=2, resend_after_s=0.2
         ),
-        liveness=LivenessConfig(heartbeat_interval_s=0.1, suspect_after_s=dead_after_s / 2, dead_after_s=dead_after_s),
+        liveness=LivenessConfig(
+            heartbeat_interval_s=0.1, republish_interval_s=dead_after_s / 2, dead_after_s=dead_after_s
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from baton.deploy.controller_core import ControllerCore, Effect, KillWorker, Pub
 
 LIVENESS = LivenessConfig(
     heartbeat_interval_s=0.2,
-    suspect_after_s=1.0,
+    republish_interval_s=1.0,
     dead_after_s=3.0,
     engine_stuck_after_s=10.0,
     start_deadline_s=100.0,

@@ -7,7 +7,7 @@ from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import Member, Membership
 from baton.transfer.membership import NO_CHANGE, Roster
 
-LIVENESS = LivenessConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, dead_after_s=3.0)
+LIVENESS = LivenessConfig(heartbeat_interval_s=0.2, republish_interval_s=1.0, dead_after_s=3.0)
 CONTROLLER = Stamp(WorkerId("controller"), 100, Epoch(1))
 ME = Stamp(WorkerId("decode-0"), 1, Epoch(2))
 PREFILL = Stamp(WorkerId("prefill-0"), 1, Epoch(3))
