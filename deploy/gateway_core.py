@@ -15,7 +15,7 @@ G4. Nothing is created by a worker's message. Tables are bounded by `max_infligh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import numpy as np
@@ -151,6 +151,7 @@ class GatewayCore:
         self._worker_wait_s = 4 * liveness.dead_after_s  # a killed worker is noticed and replaced within this
         self._requests: dict[RequestId, _Request] = {}
         self._releases: dict[tuple[RequestId, int], _Release] = {}
+        self._finished: dict[RequestId, RequestEnded] = {}  # told when the last placement's account is here, or due
         self._deadlines: Deadlines[RequestId] = Deadlines()  # the request's end
         self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
         self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
@@ -190,16 +191,26 @@ class GatewayCore:
         out: list[GatewayEffect] = []
         if request is not None:
             self._fail(request, Failure(code=ErrorCode.CANCELLED, reason="cancelled by the client"), now, out)
+        elif (finished := self._finished.pop(request_id, None)) is not None:
+            out.append(finished)
         return out
 
     def finish(self, request_id: RequestId, now: float) -> list[GatewayEffect]:
-        """A stop string was found in the text: the answer is complete here, whatever the worker still produces."""
+        """A stop string was found in the text: the answer is complete here, whatever the worker still produces. Its end
+        waits for the worker's account of where the time went, at most one re-send interval."""
         request = self._requests.get(request_id)
         out: list[GatewayEffect] = []
         if request is not None:
+            ended = RequestEnded(request_id, "stop", None, None, request.placement + 1)
             self._release_current(request, now, out)
             self._leave(request)
-            self._end(request, RequestEnded(request_id, "stop", None, None, request.placement + 1), out)
+            self._forget(request)
+            if isinstance(request.state, Waiting):
+                out.append(ended)
+            else:
+                self._finished[request_id] = ended
+                tell_s = min(now + self._resend_s, request.deadline_s)
+                self._release_timers.set((request_id, request.placement), tell_s)
         return out
 
     # ----------------------------------------------------------------------------------- from the cluster
@@ -326,7 +337,7 @@ class GatewayCore:
         alive = {member.stamp for member in view.members}
         self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
         for key in [key for key, release in self._releases.items() if release.worker not in alive]:
-            self._forget_release(key)
+            self._forget_release(key, None, out)
         for request in list(self._requests.values()):
             match request.state:
                 case Placing(worker) | Streaming(worker):
@@ -343,7 +354,7 @@ class GatewayCore:
     def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
-            self._let_go(sender, message.request_id, message.placement, False, out)
+            out.append(_to(sender, CancelRequest(request_id=message.request_id, placement=message.placement)))
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
@@ -353,7 +364,10 @@ class GatewayCore:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
             self.stale_outputs += 1
-            self._let_go(sender, message.request_id, message.placement, last, out)
+            if last:
+                self._on_stale_last(sender, message, out)
+            else:
+                out.append(_to(sender, CancelRequest(request_id=message.request_id, placement=message.placement)))
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
@@ -385,17 +399,13 @@ class GatewayCore:
         )
         self._end(request, ended, out)
 
-    def _let_go(
-        self, sender: Stamp, request_id: RequestId, placement: int, last: bool, out: list[GatewayEffect]
-    ) -> None:
-        """Answers a placement that is not current (G3)."""
-        if last:
-            out.append(_to(sender, FinishAck(request_id=request_id, placement=placement)))
-            release = self._releases.get((request_id, placement))
-            if release is not None and release.worker == sender:
-                self._forget_release((request_id, placement))
-        else:
-            out.append(_to(sender, CancelRequest(request_id=request_id, placement=placement)))
+    def _on_stale_last(self, sender: Stamp, message: Output, out: list[GatewayEffect]) -> None:
+        """A placement that is not current has let go (G3)."""
+        key = (message.request_id, message.placement)
+        out.append(_to(sender, FinishAck(request_id=key[0], placement=key[1])))
+        release = self._releases.get(key)
+        if release is not None and release.worker == sender:
+            self._forget_release(key, message.timeline, out)
 
     # ------------------------------------------------------------------------------------------- timers
 
@@ -420,8 +430,9 @@ class GatewayCore:
 
     def _on_release_timer(self, key: tuple[RequestId, int], now: float, out: list[GatewayEffect]) -> None:
         release = self._releases[key]
+        self._tell_finished(key, None, out)
         if now >= release.expires_s:
-            self._forget_release(key)
+            self._forget_release(key, None, out)
         else:
             out.append(_to(release.worker, CancelRequest(request_id=key[0], placement=key[1])))
             self._release_timers.set(key, now + self._resend_s)
@@ -436,9 +447,17 @@ class GatewayCore:
             out.append(_to(request.state.worker, CancelRequest(request_id=key[0], placement=key[1])))
             self._release_timers.set(key, now + self._resend_s)
 
-    def _forget_release(self, key: tuple[RequestId, int]) -> None:
+    def _forget_release(self, key: tuple[RequestId, int], timeline: Timeline | None, out: list[GatewayEffect]) -> None:
+        """Its worker has said goodbye, perhaps with an account of its time; or it is not told any more."""
         del self._releases[key]
         self._release_timers.drop(key)
+        self._tell_finished(key, timeline, out)
+
+    def _tell_finished(self, key: tuple[RequestId, int], timeline: Timeline | None, out: list[GatewayEffect]) -> None:
+        ended = self._finished.get(key[0])
+        if ended is not None and ended.placements == key[1] + 1:
+            del self._finished[key[0]]
+            out.append(replace(ended, timeline=timeline))
 
     def _fail(self, request: _Request, failure: Failure, now: float, out: list[GatewayEffect]) -> None:
         self._release_current(request, now, out)
@@ -448,10 +467,13 @@ class GatewayCore:
         self._end(request, ended, out)
 
     def _end(self, request: _Request, ended: RequestEnded, out: list[GatewayEffect]) -> None:
+        self._forget(request)
+        out.append(ended)
+
+    def _forget(self, request: _Request) -> None:
         del self._requests[request.request_id]
         self._deadlines.drop(request.request_id)
         self._timers.drop(request.request_id)
-        out.append(ended)
 
 
 def _to(worker: Stamp, body: Body) -> SendTo:

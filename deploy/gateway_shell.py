@@ -259,7 +259,7 @@ class Gateway:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             ttft_s=ttft_s,
-            total_s=now - arrived_s,
+            total_s=(last_s if stopped else now) - arrived_s,
             placements=event.placements,
             timeline=event.timeline or Timeline(),
         )

@@ -86,6 +86,9 @@ class Loopback:
             case CancelRequest():
                 self._cancels.add(effect.body.request_id)
                 self.cancelled.set()
+                for submit in self.submits:
+                    if submit.request_id == effect.body.request_id:
+                        self._say_cancelled(submit)
             case _:
                 pass
 
@@ -115,6 +118,17 @@ class Loopback:
                 timer.start()
             else:
                 self._emit(submit, tokens, finish_reason, index + 1)
+
+    def _say_cancelled(self, submit: Submit) -> None:
+        self._say(
+            Output(
+                request_id=submit.request_id,
+                placement=submit.placement,
+                first_index=0,
+                failure=Failure(code=ErrorCode.CANCELLED),
+                timeline=self._timeline(submit),
+            )
+        )
 
     def _timeline(self, submit: Submit) -> Timeline:
         return Timeline(

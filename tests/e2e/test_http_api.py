@@ -129,6 +129,7 @@ def test_a_stop_string_makes_the_worker_let_go() -> None:
         response = post(served, "/v1/completions", prompt="x", stop="d", max_tokens=100)
         assert response.json()["choices"][0]["text"] == "abc"
         assert response.json()["usage"]["completion_tokens"] == 4
+        assert response.json()["baton"]["timeline"]["lane"] == "local"
         assert served.worker.cancelled.wait(5)
 
 

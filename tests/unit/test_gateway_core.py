@@ -19,6 +19,7 @@ from baton.common.messages import (
     SamplingParams,
     Submit,
     Submitted,
+    Timeline,
     TokenLogprob,
     pack_tokens,
     unpack_tokens,
@@ -244,10 +245,77 @@ def test_client_cancel_ends_at_once(one: Driver) -> None:
     assert one.core.idle
 
 
-def test_found_stop_string_finishes_well(one: Driver) -> None:
+def test_found_stop_string_ends_with_the_workers_timeline(one: Driver) -> None:
+    one.output(A, 0, [10, 11])
     sent = one.take(one.core.finish(R, one.now))
     assert [type(effect.body) for effect in sent] == [CancelRequest]
-    assert one.ended[0].finish_reason == "stop"
+    assert not one.ended
+    (cancel,) = one.output(A, 2, [12])  # crossed the cancellation: behind the stop string
+    assert cancel.body == CancelRequest(request_id=R, placement=0)
+    timeline = Timeline(decode_s=1.5, decode_worker="decode-a")
+    (ack,) = one.output(A, 3, [], failure=Failure(code=ErrorCode.CANCELLED), timeline=timeline)
+    assert ack.body == FinishAck(request_id=R, placement=0)
+    assert one.tokens == [10, 11]
+    assert [(end.finish_reason, end.failure, end.timeline) for end in one.ended] == [("stop", None, timeline)]
+    assert one.core.idle
+
+
+def test_found_stop_string_does_not_wait_for_a_worker_that_says_nothing(one: Driver) -> None:
+    one.output(A, 0, [10])
+    one.take(one.core.finish(R, one.now))
+    (again,) = one.pass_time(1.0)
+    assert again.body == CancelRequest(request_id=R, placement=0)
+    assert [(end.finish_reason, end.timeline) for end in one.ended] == [("stop", None)]
+    one.output(A, 1, [], failure=Failure(code=ErrorCode.CANCELLED), timeline=Timeline())
+    assert len(one.ended) == 1
+    assert one.core.idle
+
+
+def test_a_found_stop_string_waits_no_longer_than_the_deadline(one: Driver) -> None:
+    one.output(A, 0, [10])
+    one.pass_time(59.5)
+    one.take(one.core.finish(R, one.now))
+    one.pass_time(0.5)
+    assert [end.finish_reason for end in one.ended] == ["stop"]
+
+
+@pytest.mark.parametrize("how", ["worker dies", "client leaves", "worker finishes by itself"])
+def test_after_a_found_stop_string_there_is_one_end(one: Driver, how: str) -> None:
+    one.output(A, 0, [10])
+    one.take(one.core.finish(R, one.now))
+    one.take(one.core.finish(R, one.now))
+    if how == "worker dies":
+        assert one.view(B, P) == []
+    elif how == "client leaves":
+        assert one.take(one.core.cancel(R, one.now)) == []
+    else:
+        one.output(A, 1, [11], finish_reason="length", timeline=Timeline())
+    assert [(end.finish_reason, end.failure) for end in one.ended] == [("stop", None)]
+    one.pass_time(200.0)
+    assert len(one.ended) == 1
+    assert one.tokens == [10]
+    assert one.core.idle
+
+
+def test_a_stop_string_found_while_no_worker_has_the_request_ends_at_once(one: Driver) -> None:
+    one.output(A, 0, [10])
+    one.view(P)
+    one.take(one.core.finish(R, one.now))
+    assert [end.finish_reason for end in one.ended] == ["stop"]
+    assert one.core.idle
+
+
+def test_the_goodbye_of_an_earlier_placement_is_not_the_account_of_the_last(one: Driver) -> None:
+    one.output(A, 0, [10])
+    one.view(A, B, P, silent=("decode-a",))
+    one.output(B, 1, [11], placement=1)
+    one.take(one.core.finish(R, one.now))
+    one.output(A, 1, [], failure=Failure(code=ErrorCode.CANCELLED), timeline=Timeline(decode_worker="decode-a"))
+    assert not one.ended
+    last = Timeline(decode_worker="decode-b")
+    one.output(B, 2, [], placement=1, failure=Failure(code=ErrorCode.CANCELLED), timeline=last)
+    assert [(end.placements, end.timeline) for end in one.ended] == [(2, last)]
+    assert one.core.idle
 
 
 def test_bounded_in_flight() -> None:
