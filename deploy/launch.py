@@ -53,6 +53,9 @@ PROGRESS_INTERVAL_S = 0.3
 RETRY_PAUSE_S = 0.2
 """Between two calls of a controller that Ray is restarting. It refuses at once, and nothing tells when it is back."""
 CONNECT_TIMEOUT_S = 5.0
+DRAIN_ORDER = ("gateway", "decode", "prefill")
+DRAIN_ANSWER_S = 3.0
+"""For the answer of a process that waited as long as it was told to."""
 
 
 class LaunchError(BatonError):
@@ -104,11 +107,19 @@ class ClusterHandle:
         return None
 
     def drain(self, timeout_s: float) -> bool:
-        """The gateways admit nothing new and finish what runs. False: not all of it ended in time."""
-        gateways = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == "gateway"]
+        """Every process admits nothing new and finishes what runs: the gateways first, then whom their requests need.
+        False: not all of it ended within `timeout_s`. Afterwards the cluster is good for `shutdown` only."""
+        clock = MonotonicClock()
+        deadline_s = clock.now() + timeout_s
+        drained = [self._drain_role(role, max(0.0, deadline_s - clock.now())) for role in DRAIN_ORDER]
+        return all(drained)
+
+    def _drain_role(self, role: str, timeout_s: float) -> bool:
+        workers = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == role]
         try:
-            actors = [actor for worker in gateways if (actor := self.actor(worker)) is not None]
-            return all(ray.get([actor.drain.remote(timeout_s) for actor in actors], timeout=timeout_s + CALL_TIMEOUT_S))
+            actors = [actor for worker in workers if (actor := self.actor(worker)) is not None]
+            calls = [actor.drain.remote(timeout_s) for actor in actors]
+            return all(ray.get(calls, timeout=timeout_s + DRAIN_ANSWER_S))
         except (RayError, LaunchError):
             return False
 

@@ -307,10 +307,11 @@ class WorkerProcess:
         return f"page {page}: {owner.owner} {owner.owner_id}{since}{readers}{history}"
 
     def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new; True when everything that ran has ended."""
-        engine = self._running.engine
-        engine.deliver(Drain())
-        return engine.wait_idle(timeout_s)
+        """Admits nothing new; True when everything that ran has ended. Nothing runs while it loads."""
+        if self._loaded is None:
+            return True
+        self._loaded.engine.deliver(Drain())
+        return self._loaded.engine.wait_idle(timeout_s)
 
     def stop(self) -> None:
         """Ends both threads: engine first, so that nothing is posted to a closed socket. Drain before, or what runs is
@@ -409,6 +410,7 @@ class WorkerActor:
         """Pages per owner class; or, for one page, who holds it."""
         return self._process.census() if page is None else self._process.page_owner(page)
 
+    @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
         return self._process.drain(timeout_s)
 

@@ -1,4 +1,4 @@
-"""A launched cluster as a whole: what is left of it when its launcher is killed, and how it drains."""
+"""A launched cluster as a whole: what is left of it when its launcher is killed."""
 
 from __future__ import annotations
 
