@@ -209,8 +209,6 @@ class GatewayCore:
                 out.append(ended)
             else:
                 self._finished[request_id] = ended
-                tell_s = min(now + self._resend_s, request.deadline_s)
-                self._release_timers.set((request_id, request.placement), tell_s)
         return out
 
     # ----------------------------------------------------------------------------------- from the cluster
@@ -354,7 +352,7 @@ class GatewayCore:
     def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
-            out.append(_to(sender, CancelRequest(request_id=message.request_id, placement=message.placement)))
+            self._let_go(sender, (message.request_id, message.placement), None, out)
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
@@ -364,10 +362,7 @@ class GatewayCore:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
             self.stale_outputs += 1
-            if last:
-                self._on_stale_last(sender, message, out)
-            else:
-                out.append(_to(sender, CancelRequest(request_id=message.request_id, placement=message.placement)))
+            self._let_go(sender, (message.request_id, message.placement), message if last else None, out)
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
@@ -399,13 +394,15 @@ class GatewayCore:
         )
         self._end(request, ended, out)
 
-    def _on_stale_last(self, sender: Stamp, message: Output, out: list[GatewayEffect]) -> None:
-        """A placement that is not current has let go (G3)."""
-        key = (message.request_id, message.placement)
+    def _let_go(self, sender: Stamp, key: tuple[RequestId, int], last: Output | None, out: list[GatewayEffect]) -> None:
+        """Answers a placement that is not current (G3)."""
+        if last is None:
+            out.append(_to(sender, CancelRequest(request_id=key[0], placement=key[1])))
+            return
         out.append(_to(sender, FinishAck(request_id=key[0], placement=key[1])))
         release = self._releases.get(key)
         if release is not None and release.worker == sender:
-            self._forget_release(key, message.timeline, out)
+            self._forget_release(key, last.timeline, out)
 
     # ------------------------------------------------------------------------------------------- timers
 
@@ -445,7 +442,8 @@ class GatewayCore:
             key = (request.request_id, request.placement)
             self._releases[key] = _Release(request.state.worker, request.deadline_s + _RELEASE_GRACE_S)
             out.append(_to(request.state.worker, CancelRequest(request_id=key[0], placement=key[1])))
-            self._release_timers.set(key, now + self._resend_s)
+            again_s = now + self._resend_s  # and then a finished answer is told without the worker's account
+            self._release_timers.set(key, min(again_s, request.deadline_s) if now < request.deadline_s else again_s)
 
     def _forget_release(self, key: tuple[RequestId, int], timeline: Timeline | None, out: list[GatewayEffect]) -> None:
         """Its worker has said goodbye, perhaps with an account of its time; or it is not told any more."""
