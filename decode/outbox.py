@@ -2,13 +2,17 @@
 
 Owns: the messages waiting to leave, the last messages that are not acknowledged yet, and the memory of placements that
 are over (tombstones). Never: decides an outcome, or knows about KV. Bounded: `max_finals` unacknowledged last messages
-and `max_tombstones` memories, oldest forgotten first; a gateway that asks for something forgotten is told so.
+and `max_tombstones` memories, oldest forgotten first; a gateway that asks for something forgotten is told so; and
+`MAX_TOKENS_PER_OUTPUT` tokens in one message: who misses more asks again after each, so that a loss is repaired at the
+pace at which the receiver takes it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+
+from msgspec import structs
 
 from baton.common.config import TransferConfig
 from baton.common.deadlines import Deadlines
@@ -20,6 +24,9 @@ from baton.decode.request import DecodeRequest, RequestKey
 
 FINAL_TTL_S = 60.0
 """A gateway that has not acknowledged by then is deaf; it asks again if it ever recovers, and is told "not here"."""
+
+MAX_TOKENS_PER_OUTPUT = 4096
+"""With 20 alternatives each, their log probabilities take a fifth of what a frame may have."""
 
 
 class Outbox:
@@ -60,21 +67,13 @@ class Outbox:
         )
 
     def resume(self, request: DecodeRequest, next_index: int) -> None:
-        """Everything from `next_index` on, again."""
+        """Outputs from `next_index` on, again, as many as one message takes. What comes behind them (the next token,
+        the end) shows the gateway that there are more."""
         first = min(next_index, len(request.outputs))
         if request.final is not None:
             self._send_final(request, first)
-            return
-        self.send(
-            request.gateway,
-            Output(
-                request_id=request.key[0],
-                placement=request.key[1],
-                first_index=first,
-                tokens=pack_tokens(request.outputs[first:]),
-                logprobs=tuple(request.logprobs[max(0, first - request.inherited) :]),
-            ),
-        )
+        else:
+            self.send(request.gateway, _piece(request, first))
 
     def refuse(self, gateway: Stamp, key: RequestKey, failure: Failure) -> None:
         """A last message that is not kept: who missed it asks again and gets it again."""
@@ -91,7 +90,7 @@ class Outbox:
     # ------------------------------------------------------------------------------------ last messages
 
     def finish(self, request: DecodeRequest, final: Output, first_index: int, now: float) -> None:
-        """Sends the last message with all outputs from `first_index` on; again and again until acknowledged."""
+        """Sends the last message with the outputs from `first_index` on; again and again until acknowledged."""
         request.final = final
         request.final_expires_s = now + FINAL_TTL_S
         self._finals[request.key] = request
@@ -119,14 +118,13 @@ class Outbox:
     def _send_final(self, request: DecodeRequest, first: int) -> None:
         final = request.final
         assert final is not None
+        if len(request.outputs) - first > MAX_TOKENS_PER_OUTPUT:
+            self.send(request.gateway, _piece(request, first))
+            first = len(request.outputs)
         self.send(
             request.gateway,
-            Output(
-                request_id=final.request_id,
-                placement=final.placement,
-                first_index=first,
-                tokens=pack_tokens(request.outputs[first:]),
-                logprobs=tuple(request.logprobs[max(0, first - request.inherited) :]),
+            structs.replace(
+                _piece(request, first),
                 finish_reason=final.finish_reason,
                 failure=final.failure,
                 timeline=final.timeline,
@@ -160,3 +158,16 @@ class Outbox:
 
 
 NOT_HERE = Failure(code=ErrorCode.CANCELLED, reason="this placement is over or unknown on this worker")
+
+
+def _piece(request: DecodeRequest, first: int) -> Output:
+    """Outputs from `first` on that fit into one message."""
+    end = min(len(request.outputs), first + MAX_TOKENS_PER_OUTPUT)
+    first_logprob, end_logprob = (max(0, index - request.inherited) for index in (first, end))
+    return Output(
+        request_id=request.key[0],
+        placement=request.key[1],
+        first_index=first,
+        tokens=pack_tokens(request.outputs[first:end]),
+        logprobs=tuple(request.logprobs[first_logprob:end_logprob]),
+    )
