@@ -116,31 +116,44 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
     """Per request, where its time went and what was moved for it. `answers`: (name, answer)."""
     times = _table(
         "Where the time went, in ms", "request", ">queue", ">reserve", ">prefill", ">transfer", ">scatter", ">decode",
-        ">first token", ">total",
+        ">first", ">total", ">out", ">tok/s",
     )  # fmt: skip
     moves = _table(
-        "What was moved", "request", ">prompt", ">cached", ">moved", ">bytes", "lane", "from", "to", ">answer", ">tok/s"
-    )
+        "What was moved, in tokens", "request", ">prompt", ">here", ">cached", ">moved", ">found", ">bytes", "lane",
+        "from", "to",
+    )  # fmt: skip
     for name, answer in answers:
         time = answer.timeline
         spans = (time.queue_s, time.reserve_wait_s, time.prefill_s, time.transfer_s, time.scatter_s, time.decode_s)
-        times.add_row(name, *(f"{span * 1000:.1f}" for span in (*spans, answer.ttft_s or 0.0, answer.total_s)))
         rate = answer.completion_tokens / time.decode_s if time.decode_s else 0.0
+        times.add_row(
+            name,
+            *(f"{span * 1000:.1f}" for span in (*spans, answer.ttft_s or 0.0, answer.total_s)),
+            str(answer.completion_tokens),
+            f"{rate:.0f}",
+        )
         moves.add_row(
             name,
             str(answer.prompt_tokens),
-            str(answer.cached_tokens),
+            str(time.local_tokens),
+            str(time.cached_tokens),
             str(time.transferred_tokens),
+            str(time.prefill_cached_tokens),
             format_bytes(time.transfer_bytes),
             time.lane or "-",
             time.prefill_worker or "-",
             time.decode_worker,
-            str(answer.completion_tokens),
-            f"{rate:.0f}",
         )
     console.print(times)
-    console.print("[dim]Chunks travel while later ones are computed: prefill and transfer overlap.[/]\n")
+    console.print(
+        "[dim]Chunks travel while later ones are computed: prefill and transfer overlap.\n"
+        "first: until the first token; out: tokens of the answer.[/]\n"
+    )
     console.print(moves)
+    console.print(
+        "[dim]prompt = here (computed by the decode worker) + cached (it had them) + moved.\n"
+        "found: those of the moved ones that the prefill worker had cached.[/]"
+    )
 
 
 class Wrapped:

@@ -57,9 +57,12 @@ def answer() -> Answer:
         lane="local",
         prefill_worker="prefill-10",
         decode_worker="decode-12",
+        local_tokens=2,
+        cached_tokens=16,
         transferred_tokens=3000,
+        prefill_cached_tokens=1024,
     )
-    return Answer("text", "stop", 3016, 100, 16, "id", 1.7, 4.0, 1, timeline)
+    return Answer("text", "stop", 3018, 100, 1040, "id", 1.7, 4.0, 1, timeline)
 
 
 def shown_by(show: object, *values: object) -> str:
@@ -83,6 +86,18 @@ def test_timings_fit_a_terminal() -> None:
     for word in ("12.3", "1500.0", "123.0 MiB", "prefill-10", "decode-12", "3000", "50"):
         assert word in shown
     assert "123.0 MiB in 100.0 ms over local" in timing_line(answer())
+
+
+def test_where_the_prompt_came_from_adds_up() -> None:
+    lines = shown_by(print_timings, [("summary", answer())]).splitlines()
+    head = next(index for index, line in enumerate(lines) if line.split()[:2] == ["request", "prompt"])
+    shown = dict(zip(lines[head].split(), lines[head + 1].split(), strict=False))
+    prompt, here, cached, moved, found = (
+        int(shown[column]) for column in ("prompt", "here", "cached", "moved", "found")
+    )
+    assert (here, cached, moved) == (2, 16, 3000)
+    assert prompt == here + cached + moved
+    assert found == 1024
 
 
 def test_pages_in_use_and_pages_lost_are_told_apart() -> None:
