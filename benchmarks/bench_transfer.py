@@ -25,7 +25,7 @@ import numpy as np
 
 from baton.common.config import ClusterConfig, LivenessConfig, TransferConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
-from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.messages import FinishAck, Hello, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion, SinkCommitted
@@ -40,7 +40,7 @@ SPREAD = 2
 """The pool is this many times the hand-off, so that its pages are scattered."""
 ONE_PAGE_TRIES = 30
 PING = FinishAck(request_id=RequestId("ping"), placement=0)
-PREFILL, DECODE, CONTROLLER = WorkerId("prefill-0"), WorkerId("decode-0"), WorkerId("controller")
+PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-0")
 
 
 @dataclass(frozen=True)

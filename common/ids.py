@@ -14,6 +14,9 @@ import msgspec
 WorkerId = NewType("WorkerId", str)
 """A seat in the cluster: "prefill-0", "decode-1", "gateway-0", "controller"."""
 
+CONTROLLER = WorkerId("controller")
+"""The one seat that nobody is assigned to: it assigns the others."""
+
 RequestId = NewType("RequestId", str)
 """Chosen by the gateway, never by a client. Compared exactly."""
 

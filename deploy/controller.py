@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
-from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Body, Heartbeat, Load, Member, Membership
 from baton.deploy import ray_side
@@ -43,7 +43,6 @@ from baton.transfer.actor import HEALTH, WATCH, in_group
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 
-CONTROLLER = WorkerId("controller")
 REBUILD_ANSWER_TIMEOUT_S = 5.0
 """A process that does not answer by then is killed. Answering takes a free thread, also while it loads."""
 RAY_THREADS = 8

@@ -28,10 +28,10 @@ from baton.common import env
 from baton.common.clock import MonotonicClock
 from baton.common.config import FAKE_MODEL, ClusterConfig, validate
 from baton.common.errors import BatonError, ConfigError
-from baton.common.ids import WorkerId
+from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
-from baton.deploy.controller import CONTROLLER, ClusterPlan, ControllerActor, ControllerStatus, Seat
+from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_core import SeatSpec
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers

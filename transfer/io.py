@@ -24,7 +24,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvBuffer
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.loop import end_process
-from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog
 from baton.common.messages import (
     PROTOCOL_VERSION,
@@ -47,7 +47,6 @@ from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
 
-CONTROLLER = WorkerId("controller")
 POSTED_MESSAGES = 1 << 16
 POSTED_PER_TURN = 1024
 
@@ -106,7 +105,6 @@ class IoThread:
         controller_address: str = "",
         load: Callable[[], Load] = Load,
         clock: Clock | None = None,
-        on_thread_start: Callable[[], None] = lambda: None,
         on_fatal: Callable[[], None] = end_process,
         lanes: LaneFactory = build_lanes,
     ) -> None:
@@ -114,7 +112,6 @@ class IoThread:
         self._deliver = deliver
         self._load = load
         self._clock = clock or MonotonicClock()
-        self._on_thread_start = on_thread_start
         self._on_fatal = on_fatal
         self._hears_loads = role == "gateway"
         self._roster = Roster(stamp, config.liveness, self._clock.now())
@@ -191,7 +188,6 @@ class IoThread:
 
     def _run(self) -> None:
         try:
-            self._on_thread_start()
             while not self._stopping:
                 self._turn()
             if self._hand_offs is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, fake_runner
-from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.pool import KvPool
@@ -44,8 +44,6 @@ from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEven
 
 if TYPE_CHECKING:
     from baton.deploy.sim.world import World
-
-CONTROLLER = WorkerId("controller")
 
 
 class Wakeup:

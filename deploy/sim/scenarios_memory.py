@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton.common.config import DecodeConfig
-from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
 from baton.common.messages import (
     Body,
@@ -14,7 +14,6 @@ from baton.common.messages import (
 )
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
-from baton.deploy.sim.process import CONTROLLER
 from baton.deploy.sim.world import Report, World
 from baton.transfer.api import OpenSink, SinkFailed, SourceAborted, SourceStopping
 from baton.transfer.session.effects import Landed, LandRegion, RegionDamaged

@@ -15,11 +15,11 @@ from random import Random
 
 from baton.common.config import GatewayConfig
 from baton.common.engine.core_api import Drain
-from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.deploy.controller_core import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients, random_request
 from baton.deploy.sim.network import Network
-from baton.deploy.sim.process import CONTROLLER, ControllerProcess, GatewayProcess, SimProcess, WorkerProcess
+from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess, WorkerProcess
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 

@@ -23,7 +23,7 @@ from baton.common.config import (
 )
 from baton.common.engine.fake_runner import fake_generate
 from baton.common.errors import BatonError, ErrorCode, RequestError
-from baton.common.ids import Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Stamp, WorkerId
 from baton.common.messages import SamplingParams
 from baton.deploy.client import Client, ClusterUnreachable
 from baton.deploy.launch import ClusterHandle
@@ -148,7 +148,7 @@ def pid_of(cluster: ClusterHandle, worker: WorkerId) -> int | None:
 
 def kill(cluster: ClusterHandle, worker: WorkerId, number: int = signal.SIGKILL) -> bool:
     """False: nobody there to kill."""
-    pid = recorded_pid(cluster.plan.run_dir, "controller") if worker == "controller" else pid_of(cluster, worker)
+    pid = recorded_pid(cluster.plan.run_dir, CONTROLLER) if worker == CONTROLLER else pid_of(cluster, worker)
     if pid is None:
         return False
     try:

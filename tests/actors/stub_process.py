@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 
 from baton.common.config import LivenessConfig
-from baton.common.ids import Epoch, WorkerId
+from baton.common.ids import CONTROLLER, Epoch
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Load, Member, Membership
 from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
 from baton.transfer.mesh import Mesh
 from baton.transfer.process import ProcessSpec, die_with_parent, register_process
-
-CONTROLLER = WorkerId("controller")
 
 
 class StubActor:

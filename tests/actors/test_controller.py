@@ -15,9 +15,9 @@ import ray
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, KvConfig, LivenessConfig, ModelConfig
 from baton.common.errors import ConfigError
-from baton.common.ids import WorkerId
+from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.messages import Membership
-from baton.deploy.controller import CONTROLLER, ControllerStatus
+from baton.deploy.controller import ControllerStatus
 from baton.deploy.launch import ClusterHandle, LaunchError, launch
 from baton.transfer.process import recorded_pid
 

@@ -27,7 +27,7 @@ from harness import (
 from paced import PACED
 
 from baton.common.clock import MonotonicClock
-from baton.common.ids import WorkerId
+from baton.common.ids import CONTROLLER, WorkerId
 from baton.deploy.client import Client
 from baton.deploy.launch import ClusterHandle, launch
 from baton.transfer.worker import WorkerStatus
@@ -148,7 +148,7 @@ def test_requests_do_not_notice_that_the_controller_was_killed(cluster: ClusterH
     rng = random.Random(9)
     pool, futures = begin(client, [question(rng, prompt_tokens=150, max_tokens=200) for _ in range(6)])
     find(cluster, (D0, D1), lambda status: status.load.running > 0)
-    assert kill(cluster, WorkerId("controller"))
+    assert kill(cluster, CONTROLLER)
     check([future.result() for future in futures])
     check(ask_all(client, [question(rng) for _ in range(8)]))
     pool.shutdown()

@@ -16,7 +16,7 @@ import pytest
 from harness import LATE_S, REQUEST_TIMEOUT_S, Outcome, ask, kill, kill_config, question, wait_clean
 from paced import PACED
 
-from baton.common.ids import WorkerId
+from baton.common.ids import CONTROLLER, WorkerId
 from baton.deploy.client import Client
 from baton.deploy.launch import ClusterHandle, launch
 
@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 KILLS = 34  # per lane; 102 over the three
 CLIENTS = 10
 WORKERS = (WorkerId("prefill-0"), WorkerId("prefill-1"), WorkerId("decode-0"), WorkerId("decode-1"))
-CONTROLLER = WorkerId("controller")
 
 
 @dataclass(slots=True)
