@@ -66,7 +66,8 @@ class TransferConfig:
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
     credit_regions: int = 4  # regions in flight per hand-off
     resend_after_s: float = 0.5
-    handoff_ttl_s: float = 60.0  # most time one attempt may take, within the request's deadline
+    handoff_ttl_s: float = 300.0  # most time one attempt may take, queueing at prefill included; a dead or hung
+    # peer is noticed by its silence long before
     tombstone_ttl_s: float = 120.0
     max_tombstones: int = 4096
 
