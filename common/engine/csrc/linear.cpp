@@ -24,7 +24,7 @@ struct LinearArgs {
 namespace {
 
 constexpr int64_t kPanel = 64;
-constexpr int64_t kRowBlock = 96;  // rows per work item: what a panel in the second-level cache is used for
+constexpr int64_t kRowBlock = 192;  // rows per work item: x and a panel of the weight share the second-level cache
 constexpr int64_t kAhead = 16;  // inputs fetched ahead: the hardware does not look far enough while rows share a weight
 constexpr int64_t kSerialWork = 1 << 15;  // weights below which waking threads costs more than it brings
 
@@ -68,8 +68,8 @@ extern "C" void baton_linear(const LinearArgs* args) {
     std::atomic<int64_t> next{0};
 #pragma omp parallel if (a.inputs * a.outputs >= kSerialWork)
     for (int64_t i = next++; i < panels * blocks; i = next++) {
-        const int64_t column = i / blocks * kPanel, width = std::min(kPanel, a.outputs - column);
-        const int64_t row = i % blocks * kRowBlock, rows = std::min(kRowBlock, a.rows - row);
+        const int64_t column = i % panels * kPanel, width = std::min(kPanel, a.outputs - column);
+        const int64_t row = i / panels * kRowBlock, rows = std::min(kRowBlock, a.rows - row);
         block.assign(rows * kPanel, 0.0f);
         if (a.bias)
             for (int64_t r = 0; r < rows; ++r) std::copy_n(a.bias + column, width, block.data() + r * kPanel);
