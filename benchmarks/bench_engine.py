@@ -49,6 +49,10 @@ class Timing:
         self.wall_s.append(time.perf_counter() - wall)
         self.cpu_s.append(time.thread_time() - cpu)
 
+    def comparable_s(self, threads: int) -> float:
+        """Median without the warm-up: processor time where one thread did it all, else by the clock."""
+        return statistics.median((self.cpu_s if threads == 1 else self.wall_s)[1:])
+
 
 def runner_step(runner: TorchRunner, rows: int, q_len: int, kv_len: int) -> Step:
     """One launch and collect; the KV before it is whatever the pool holds, which costs the same."""
@@ -111,7 +115,7 @@ def measure(dtype: Dtype, threads: int, rounds: int) -> list[str]:
         for _ in range(rounds):
             for contender, step in contenders.items():
                 timings[contender].measure(step)
-        own = statistics.median(timings["baton"].wall_s[1:])
+        own = timings["baton"].comparable_s(threads)
         for contender, timing in timings.items():
             wall = statistics.median(timing.wall_s[1:])
             cpu = f"{1000 * statistics.median(timing.cpu_s[1:]):.0f}" if threads == 1 else ""
@@ -119,9 +123,8 @@ def measure(dtype: Dtype, threads: int, rounds: int) -> list[str]:
             if name.startswith("prefill"):
                 speed = f"{int(name.split()[1]) / wall:.0f} tokens/s"
             best = f"{1000 * min(timing.wall_s[1:]):.1f}"
-            lines.append(
-                f"| {dtype} | {threads} | {name} | {contender} | {speed} | {best} | {cpu} | {wall / own:.2f} |"
-            )
+            ratio = f"{timing.comparable_s(threads) / own:.2f}"
+            lines.append(f"| {dtype} | {threads} | {name} | {contender} | {speed} | {best} | {cpu} | {ratio} |")
             print(lines[-1], flush=True)
     return lines
 
@@ -152,7 +155,8 @@ def report(lines: list[str], rounds: int) -> str:
 
 SmolLM2-135M-Instruct; decode steps at context {CONTEXT}, greedy token included; prefill of one prompt in one piece.
 Both in one process on the same weights, measured in turns, medians of {rounds - 1} rounds after a warm-up. The last
-column is how many times as long as Baton a contender takes: ratios count, absolute numbers depend on the machine.
+column is how many times as long as Baton a contender takes (with one thread in processor time, which a busy machine
+disturbs less than the clock): ratios count, absolute numbers depend on the machine.
 
 - Machine: {processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; torch {torch.__version__};
   load average {os.getloadavg()[0]:.1f} at the end (above the number of threads: others were busy meanwhile).
