@@ -115,8 +115,10 @@ def attend_long_rows(
             continue
         held = pool[plan.page_ids[page_offsets[row] : page_offsets[row + 1]].long(), layer]
         keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # each [kv heads, kv_len, head_dim]
-        for start in range(first, last, QUERY_BLOCK):
-            stop = min(last, start + QUERY_BLOCK)
+        # A whole prompt goes in one piece: torch skips what its own causal mask hides.
+        step = last - first if last - first == kv_len and not params.window else QUERY_BLOCK
+        for start in range(first, last, step):
+            stop = min(last, start + step)
             end = kv_len - (last - stop)
             block = query[start:stop].transpose(0, 1)
             out[start:stop] = _attend_row(block, keys[:, :end], values[:, :end], params).transpose(0, 1)
@@ -136,7 +138,7 @@ def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
     """query [query heads, q, head_dim] at the last q positions of keys and values [kv heads, kv_len, head_dim]."""
     q_len, kv_len = query.shape[1], keys.shape[1]
     if not params.softcap and params.sinks is None:
-        square = q_len == kv_len and not params.window  # torch's own causal mask skips what it hides
+        square = q_len == kv_len and not params.window
         mask = None if square else _visible(q_len, kv_len, params.window)
         return F.scaled_dot_product_attention(
             query[None], keys[None], values[None], mask, is_causal=square, scale=params.scale, enable_gqa=True
