@@ -151,16 +151,22 @@ class GatewayActor:
         spec = self._spec
         if self._process is not None:
             return  # a controller that was restarted asks again
+        self._note("starting")
         self._process = GatewayProcess(
             spec.new_stamp(),
             spec.config,
             spec.keys,
             self._controller_address,
-            on_progress=self._progress.append,
+            on_progress=self._note,
             workers=lambda io: RayWorkers(spec.config.cluster, io),
         )
         self._process.io.set_controller(self._controller_address)  # which may have moved while this was loading
+        self._note("registering")
         self._process.start()
+
+    def _note(self, step: str) -> None:
+        self._progress.append(step)
+        _log.info("progress", step=step)
 
     @in_group(HEALTH)
     def progress(self) -> list[str]:
