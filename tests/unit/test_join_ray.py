@@ -20,6 +20,12 @@ from baton.deploy.controller_core import SeatSpec
 from baton.deploy.launch import ClusterHandle, LaunchError, attach
 
 
+@pytest.fixture(autouse=True)
+def joined_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of the same run may have left this process connected to their Ray."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @pytest.fixture
 def listener() -> Iterator[str]:
     """The address of somebody who listens, and is no Ray."""
