@@ -9,7 +9,6 @@ Never: decides anything, or holds a lock on the way of a token.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
@@ -17,115 +16,87 @@ import ray
 from ray.actor import ActorHandle
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig
-from baton.common.errors import BatonError, ErrorCode, RequestError
-from baton.common.ids import Stamp, WorkerId
-from baton.common.log import EventLog, configure_logging
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.ids import WorkerId
+from baton.common.log import EventLog
 from baton.common.messages import Load
-from baton.common.model.cache import Progress, silent
+from baton.common.model.cache import Progress
 from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.gateway_core import GatewayCore
-from baton.deploy.gateway_shell import Gateway, UnknownWorkers, Workers
+from baton.deploy.gateway_shell import Gateway, Workers
 from baton.deploy.http_server import GatewayServer
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import find_process
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
-from baton.transfer.actor import HEALTH, INQUIRY, WATCH, ProcessReport, in_group
-from baton.transfer.io import IoThread, Rejected
-from baton.transfer.mesh import ClusterKeys
-from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
+from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
+from baton.transfer.io import IoThread
+from baton.transfer.process import ProcessSpec, actor_name
 
 STATUS_TIMEOUT_S = 3.0
 
 _log = EventLog("baton.gateway")
 
 
-class NotAdmitted(BatonError):
-    """The controller does not let this process in."""
-
-
 class GatewayProcess:
-    """One gateway, from its listening socket to the cluster's mesh. Raises ConfigError when its port is taken or its
-    model cannot be read."""
+    """One gateway, from its listening socket to the cluster's mesh: `ClusterProcess`."""
 
-    def __init__(
-        self,
-        stamp: Stamp,
-        config: ClusterConfig,
-        keys: ClusterKeys | None,
-        controller_address: str,
-        *,
-        on_progress: Progress = silent,
-        workers: Callable[[IoThread], Workers] = lambda io: UnknownWorkers(),
-    ) -> None:
-        listener = open_listener(config.gateway.host, config.gateway.port)
-        on_progress("loading the tokenizer")
-        self._model = load_served_model(config)
-        self._config = config
+    def __init__(self, spec: ProcessSpec, workers: Callable[[IoThread], Workers]) -> None:
+        self._spec = spec
         self._workers = workers
+        self._server: GatewayServer | None = None
         self._gateway: Gateway | None = None
-        self.io = IoThread(
-            stamp,
+
+    def load(self, say: Progress) -> IoThread:
+        """Raises ConfigError when the port is taken or the model cannot be read."""
+        config = self._spec.config
+        listener = open_listener(config.gateway.host, config.gateway.port)
+        say("loading the tokenizer")
+        model = load_served_model(config)
+        io = IoThread(
+            self._spec.new_stamp(),
             "gateway",
             config,
             None,
-            keys,
+            self._spec.keys,
             self._on_event,
-            controller_address=controller_address,
+            controller_address=self._spec.controller_address,
             load=self._load,
         )
-        self._server = GatewayServer(listener, config.gateway, self._make_gateway)
-        on_progress(f"listening at {self._server.url}")
+        self._server = GatewayServer(listener, config.gateway, lambda: self._make_gateway(model, io))
+        say(f"listening at {self._server.url}")
+        return io
 
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    @property
-    def model(self) -> ServedModel:
-        return self._model
-
-    def start(self) -> None:
-        """Serves HTTP, and joins the cluster: raises NotAdmitted when the controller refuses or does not answer."""
+    def serve(self) -> None:
+        assert self._server is not None, "not loaded"
         self._gateway = self._server.start()
-        self.io.start()
-        admitted = self.io.wait_admitted(self._config.liveness.start_deadline_s)
-        if isinstance(admitted, Rejected):
-            raise NotAdmitted(f"not admitted: {admitted.reason} {dict(admitted.differences) or ''}".rstrip())
-        if not admitted:
-            raise NotAdmitted("the controller did not answer")
 
-    def status(self) -> GatewayStatus:
-        assert self._gateway is not None, "not started"
+    def status(self) -> GatewayStatus | None:
+        """None: it is still starting."""
+        if self._server is None or self._gateway is None:
+            return None
         return self._server.begin(self._gateway.status()).result(2 * STATUS_TIMEOUT_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new, waits for what runs."""
-        assert self._gateway is not None, "not started"
+        """Admits nothing new, waits for what runs. False: some of it did not end in time."""
+        if self._server is None or self._gateway is None:
+            return True
         return self._server.begin(self._gateway.drain(timeout_s)).result(timeout_s + 1.0)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        self._server.stop(timeout_s)
-        self.io.stop(timeout_s)
-
-    def _make_gateway(self) -> Gateway:
-        config = self._config
-        core = GatewayCore(config.gateway, config.transfer, config.liveness, self._model.max_model_len)
+    def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:
+        config = self._spec.config
         return Gateway(
-            core,
-            self._model,
-            self.io.post,
+            GatewayCore(config.gateway, config.transfer, config.liveness, model.max_model_len),
+            model,
+            io.post,
             MonotonicClock(),
             version=version("baton-pd"),
             stuck_after_s=config.liveness.engine_stuck_after_s,
-            workers=self._workers(self.io),
+            workers=self._workers(io),
         )
 
     def _on_event(self, event: object) -> None:
         """On the I/O thread."""
-        if isinstance(event, Rejected):
-            return  # `start` waits for it
         assert self._gateway is not None, "the I/O thread starts after the gateway"
         self._gateway.deliver(event)
 
@@ -133,73 +104,20 @@ class GatewayProcess:
         return self._gateway.load() if self._gateway is not None else Load()
 
 
-class GatewayActor:
-    """`ProcessActor` of the role gateway."""
+class GatewayActor(ProcessActor):
+    """The Ray shell of a gateway."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
-        configure_logging(spec.name, spec.config.log_level)
-        die_with_parent()
-        register_process(spec.run_dir, spec.name)
-        self._spec = spec
-        self._controller_address = spec.controller_address
-        self._progress: list[str] = []
-        self._process: GatewayProcess | None = None
-        self._watch = threading.Condition()
-        self._watcher = 0
-
-    def start(self) -> None:
-        spec = self._spec
-        if self._process is not None:
-            return  # a controller that was restarted asks again
-        self._note("starting")
-        self._process = GatewayProcess(
-            spec.new_stamp(),
-            spec.config,
-            spec.keys,
-            self._controller_address,
-            on_progress=self._note,
-            workers=lambda io: RayWorkers(spec.config.cluster, io),
-        )
-        self._process.io.set_controller(self._controller_address)  # which may have moved while this was loading
-        self._note("registering")
-        self._process.start()
-
-    def _note(self, step: str) -> None:
-        self._progress.append(step)
-        _log.info("progress", step=step)
-
-    @in_group(HEALTH)
-    def progress(self) -> list[str]:
-        return list(self._progress)
-
-    @in_group(WATCH)
-    def watch(self, watcher: int) -> None:
-        with self._watch:
-            self._watcher = watcher
-            self._watch.notify_all()
-            self._watch.wait_for(lambda: self._watcher != watcher)
-
-    @in_group(HEALTH)
-    def report(self) -> ProcessReport:
-        process = self._process
-        if process is None or not process.io.snapshot().listed:
-            return ProcessReport(None, None)
-        return ProcessReport(process.io.member, process.io.latest_membership)
-
-    @in_group(HEALTH)
-    def rejoin(self, controller_address: str) -> None:
-        self._controller_address = controller_address  # before the look: loading may end in between
-        if self._process is not None:
-            self._process.io.set_controller(controller_address)
+    def make_process(self, spec: ProcessSpec) -> GatewayProcess:
+        self._process = GatewayProcess(spec, lambda io: RayWorkers(spec.config.cluster, io))
+        return self._process
 
     @in_group(INQUIRY)
     def status(self) -> GatewayStatus | None:
-        return self._process.status() if self._process is not None else None
+        return self._process.status()
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new, waits for what runs. False: some of it did not end in time."""
-        return self._process is None or self._process.drain(timeout_s)
+        return self._process.drain(timeout_s)
 
 
 class RayWorkers:

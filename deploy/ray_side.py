@@ -66,21 +66,17 @@ def create_actor(
 
 
 def watch_process(handle: ActorHandle, on_start_failed: Callable[[str], None], on_dead: Callable[[], None]) -> None:
-    """Starts the process (one that has been started takes no notice) and calls back on a thread of Ray's: with the
-    reason why it could not start, and when Ray sees the actor die (which is not yet a proof)."""
-
-    def started(future: Any) -> None:
-        error = future.exception()
-        if isinstance(error, RayTaskError):  # else it is loaded, or died: `on_dead` tells
-            cause = error.cause
-            on_start_failed(str(cause) if isinstance(cause, BatonError) else f"{type(cause).__name__}: {cause}")
+    """Calls back on a thread of Ray's: with the reason why the process could not start, or when Ray sees the actor
+    die (which is not yet a proof)."""
 
     def ended(future: Any) -> None:
         error = future.exception()
-        if error is not None and not isinstance(error, RayTaskError):
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+            on_start_failed(str(cause) if isinstance(cause, BatonError) else f"{type(cause).__name__}: {cause}")
+        elif error is not None:
             on_dead()
 
-    handle.start.remote().future().add_done_callback(started)
     handle.watch.remote(os.getpid()).future().add_done_callback(ended)
 
 

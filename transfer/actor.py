@@ -1,27 +1,43 @@
-"""What every process actor of a cluster (prefill, decode, gateway) offers to the controller, and in which threads.
+"""What every process actor of a cluster (prefill, decode, gateway) is to the controller: born, started, watched.
 
-Owns: the method names, their concurrency groups, `ProcessReport`. Never: behaviour.
+Owns: the pid record, the thread on which the process starts, what it has said of its start, the method names and the
+threads that Ray runs them on. Never: what a role does (`ClusterProcess`), or who lives (the controller).
+
+The start needs no call: the constructor begins it, and the mesh tells the controller how far it came (Hello). A call
+could be lost or come late, and nobody would know which.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
 import ray
 
+from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Member, Membership
+from baton.transfer.io import IoThread
+from baton.transfer.process import ProcessSpec, die_with_parent, register_process
 
 HEALTH = "health"
 WATCH = "watch"
 INQUIRY = "inquiry"
 CONCURRENCY_GROUPS = {HEALTH: 4, WATCH: 4, INQUIRY: 2}
-"""Threads per group. `health` answers at once, while `start` loads and while the engine is stuck: who does not answer
-there is killed. `watch` only waits. `inquiry` is what people ask: it may wait for the engine, so it has no thread of
-the others, however many ask."""
+"""Threads per group. `health` answers at once, while the process starts and while its engine is stuck: who does not
+answer there is killed. `watch` only waits. `inquiry` is what people ask: it may wait for the engine, so it has no
+thread of the others, however many ask."""
+
+SLOW_START_S = 120.0
+"""A start that takes longer leaves in the log where each of its threads is: loading a large model, or stuck."""
+
+STDERR = 2  # where Ray looks for what a process has to say, whatever stands in for `sys.stderr`
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
+
+_log = EventLog("baton.process")
 
 
 def in_group(group: str) -> Callable[[MethodT], MethodT]:
@@ -31,27 +47,92 @@ def in_group(group: str) -> Callable[[MethodT], MethodT]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a live process knows: itself when it has loaded, and the last membership it was told."""
+    """What a live process knows: itself when it has been admitted, and the last membership it was told."""
 
     member: Member | None
     view: Membership | None
 
 
-class ProcessActor(Protocol):
-    """Constructed with one `ProcessSpec`. The constructor registers the process and returns quickly."""
+class ClusterProcess(Protocol):
+    """What a role runs. Each method is called once, in this order, on the thread of the start."""
 
-    def start(self) -> None:
-        """Loads, opens sockets, says Hello until admitted. Raises when this cannot work. Called again, after a
-        controller was restarted, it does nothing: the first call may have died with the controller that made it."""
+    def load(self, say: Callable[[str], None]) -> IoThread:
+        """Whatever takes long, one `say` per step. Raises when it cannot work; a BatonError is told as it is."""
 
+    def serve(self) -> None:
+        """Starts what must run before the I/O thread delivers to it."""
+
+
+class ProcessActor:
+    """One process of the cluster. Constructed by the controller; says Hello to it by itself."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        register_process(spec.run_dir, spec.name)
+        die_with_parent()
+        configure_logging(spec.name, spec.config.log_level)
+        self._admission_timeout_s = spec.config.liveness.start_deadline_s
+        self._controller_address = spec.controller_address
+        self._io: IoThread | None = None
+        self._steps: list[str] = []
+        self._changed = threading.Condition()
+        self._watcher = 0
+        self._failure: BaseException | None = None
+        process = self.make_process(spec)
+        threading.Thread(target=self._start, args=(process,), name="start", daemon=True).start()
+
+    def make_process(self, spec: ProcessSpec) -> ClusterProcess:
+        """Returns quickly; what takes long is its `load`."""
+        raise NotImplementedError
+
+    def _start(self, process: ClusterProcess) -> None:
+        faulthandler.dump_traceback_later(SLOW_START_S, file=STDERR)
+        try:
+            self._say("starting")
+            io = self._io = process.load(self._say)
+            io.set_controller(self._controller_address)  # which may have moved while this was loading
+            process.serve()
+            io.start()
+            self._say("registering")
+            io.wait_admitted(self._admission_timeout_s)
+            self._say("admitted")
+        except BaseException as error:  # noqa: BLE001 - the thread's top frame; the controller is told, and decides
+            _log.error("start_failed", error=f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _say(self, step: str) -> None:
+        self._steps.append(step)
+        _log.info("progress", step=step)
+
+    @in_group(HEALTH)
     def progress(self) -> list[str]:
-        """What `start` has said so far, one line per step. Group `health`."""
+        """What the start has said so far, one line per step."""
+        return list(self._steps)
 
+    @in_group(WATCH)
     def watch(self, watcher: int) -> None:
-        """Returns when the process is told to end, or when another watcher comes. Group `watch`."""
+        """Raises why the process could not start. Returns when another watcher comes."""
+        with self._changed:
+            self._watcher = watcher
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._failure is not None or self._watcher != watcher)
+            if self._failure is not None and self._watcher == watcher:
+                raise self._failure
 
+    @in_group(HEALTH)
     def report(self) -> ProcessReport:
-        """For a controller that was restarted. Group `health`."""
+        """For a controller that was restarted."""
+        io = self._io
+        if io is None or not io.snapshot().listed:
+            return ProcessReport(None, None)
+        return ProcessReport(io.member, io.latest_membership)
 
+    @in_group(HEALTH)
     def rejoin(self, controller_address: str) -> None:
-        """The controller is there now. Group `health`."""
+        """The controller is there now."""
+        self._controller_address = controller_address  # before the look: loading may end in between
+        if self._io is not None:
+            self._io.set_controller(controller_address)

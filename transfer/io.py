@@ -24,6 +24,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvBuffer
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.loop import end_process
+from baton.common.errors import BatonError
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog
 from baton.common.messages import (
@@ -53,12 +54,8 @@ POSTED_PER_TURN = 1024
 _log = EventLog("baton.io")
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Delivered to the owner: the controller does not admit this process. `differences`: field -> "theirs != ours"."""
-
-    reason: str
-    differences: Mapping[str, str]
+class NotAdmitted(BatonError):
+    """The controller does not let this process in. Another process of the same kind would fare no better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,8 @@ class IoThread:
         self._dropped: Counter[str] = Counter()
         self._stopping = False
         self._told = threading.Condition()
-        self._rejected: Rejected | None = None
+        self._rejected: NotAdmitted | None = None
+        self._was_listed = False
         self._snapshot = self._take_snapshot(self._clock.now())
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
 
@@ -171,11 +169,14 @@ class IoThread:
         self._controller_address = address
         self._mesh.wake()
 
-    def wait_admitted(self, timeout_s: float) -> Rejected | bool:
-        """True: the membership lists this process. Rejected: it will not. False: neither, so far."""
+    def wait_admitted(self, timeout_s: float) -> None:
+        """Returns when the membership lists this process. Raises NotAdmitted: it will not, or has not by then."""
         with self._told:
             self._told.wait_for(lambda: self._snapshot.listed or self._rejected is not None, timeout_s)
-            return self._rejected or self._snapshot.listed
+            if self._rejected is not None:
+                raise self._rejected
+            if not self._snapshot.listed:
+                raise NotAdmitted(f"the controller at {self._controller_address} did not answer")
 
     def snapshot(self) -> IoSnapshot:
         return self._snapshot
@@ -254,15 +255,20 @@ class IoThread:
             case Membership():
                 self._apply(self._roster.on_membership(controller, body, now), now)
             case Reject():
-                rejected = Rejected(body.reason, dict(body.differences))
-                with self._told:
-                    self._rejected = rejected
-                    self._told.notify_all()
-                self._deliver(rejected)
+                self._on_rejected(body)
             case Heartbeat():
                 pass
             case _:
                 self._dropped["odd_frame_of_controller"] += 1
+
+    def _on_rejected(self, body: Reject) -> None:
+        named = "; ".join(f"{name}: {values}" for name, values in sorted(body.differences.items()))
+        with self._told:
+            self._rejected = NotAdmitted(f"{body.reason} ({named})" if named else body.reason)
+            self._told.notify_all()
+        if self._was_listed:
+            _log.error("superseded", reason=body.reason)  # another process sits in this seat: this one must go
+            self._on_fatal()
 
     def _apply(self, changes: Changes, now: float) -> None:
         """News of the others: connections first, so that whatever the news cause can be sent."""
@@ -328,6 +334,7 @@ class IoThread:
         with self._told:
             changed = snapshot.listed != self._snapshot.listed
             self._snapshot = snapshot
+            self._was_listed = self._was_listed or snapshot.listed
             if changed:
                 self._told.notify_all()
 

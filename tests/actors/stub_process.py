@@ -13,8 +13,8 @@ from baton.transfer.process import ProcessSpec, die_with_parent, register_proces
 
 
 class StubActor:
-    """`ProcessActor` without an engine. In a cluster named "...-broken" the decode workers cannot start; "...-differs":
-    the decode workers have another page layout."""
+    """What a controller needs of a `ProcessActor`, without an engine. In a cluster named "...-broken" the decode
+    workers cannot start; "...-differs": the decode workers have another page layout."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         register_process(spec.run_dir, spec.name)
@@ -33,16 +33,10 @@ class StubActor:
         self._new_address: str | None = None
         self._watch = threading.Condition()
         self._watcher = 0
-        self._started = False
         self._admitted = threading.Event()
-
-    def start(self) -> None:
-        if self._spec.role == "decode" and self._spec.config.cluster.endswith("broken"):
-            raise RuntimeError("there is no such model")
-        if not self._started:
-            self._started = True
+        self._broken = spec.role == "decode" and spec.config.cluster.endswith("broken")
+        if not self._broken:
             threading.Thread(target=self._run, daemon=True).start()
-        self._admitted.wait(30.0)
 
     @in_group(HEALTH)
     def progress(self) -> list[str]:
@@ -50,6 +44,8 @@ class StubActor:
 
     @in_group(WATCH)
     def watch(self, watcher: int) -> None:
+        if self._broken:
+            raise RuntimeError("there is no such model")
         with self._watch:
             self._watcher = watcher
             self._watch.notify_all()

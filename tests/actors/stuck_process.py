@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.deploy.gateway import GatewayActor
-from baton.transfer.actor import HEALTH, ProcessReport, in_group
-from baton.transfer.worker import Health, WorkerActor
+from baton.transfer.actor import HEALTH, in_group
+from baton.transfer.io import IoThread
+from baton.transfer.process import ProcessSpec
+from baton.transfer.worker import WorkerActor
+
+
+class NoSuchModel(Exception):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class StuckProcess:
-    """As `WorkerProcess` when its engine does not come to the end of a step."""
+    """As a process whose engine, or HTTP thread, does not come to the end of a step. It cannot load."""
 
     released: threading.Event = field(default_factory=threading.Event)
+
+    def load(self, say: Callable[[str], None]) -> IoThread:
+        say("looking for the model")
+        raise NoSuchModel("there is none")
+
+    def serve(self) -> None:
+        raise AssertionError("served without having loaded")
 
     def status(self) -> None:
         self.released.wait()
@@ -23,43 +37,23 @@ class StuckProcess:
         self.released.wait()
         return {}
 
-    def progress(self) -> list[str]:
-        return ["loaded"]
-
-    def report(self) -> ProcessReport:
-        return ProcessReport(None, None)
-
-    def rejoin(self, controller_address: str) -> None:
-        pass
-
-    def health(self) -> Health:
-        return Health(admitted=True, steps=1, step_age_s=9.0, io_age_s=0.0)
-
 
 class StuckWorker(WorkerActor):
-    def __init__(self, _: None) -> None:
-        self._process = StuckProcess()  # type: ignore[assignment]
+    def make_process(self, spec: ProcessSpec) -> StuckProcess:  # type: ignore[override]
+        self._stuck = StuckProcess()
+        self._process = self._stuck  # type: ignore[assignment]
+        return self._stuck
 
     @in_group(HEALTH)
     def let_go(self) -> None:
-        self._process.released.set()  # type: ignore[attr-defined]
+        self._stuck.released.set()
 
 
 class StuckGateway(GatewayActor):
-    """One whose HTTP thread is stuck."""
-
-    def __init__(self, _: None) -> None:
+    def make_process(self, spec: ProcessSpec) -> StuckProcess:  # type: ignore[override]
         self._stuck = StuckProcess()
-        self._process = None
-        self._progress = ["loaded"]
-
-    def start(self) -> None:
-        """From here on there is a process to ask."""
         self._process = self._stuck  # type: ignore[assignment]
-
-    @in_group(HEALTH)
-    def report(self) -> ProcessReport:
-        return self._stuck.report()
+        return self._stuck
 
     @in_group(HEALTH)
     def let_go(self) -> None:

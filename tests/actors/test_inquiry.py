@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import ray
-from stuck_process import StuckGateway, StuckWorker
+from ray.exceptions import RayTaskError
+from stuck_process import NoSuchModel, StuckGateway, StuckWorker
 
+from baton.common.config import ClusterConfig
+from baton.common.ids import WorkerId
 from baton.deploy.ray_side import create_actor
+from baton.transfer.process import ProcessSpec, recorded_pid
 
 pytestmark = pytest.mark.ray
 
@@ -15,30 +21,48 @@ ANSWER_S = 20.0
 ASKED = 12
 
 
-def test_questions_to_a_stuck_worker_leave_its_health_alone(ray_session: None) -> None:
-    worker = create_actor(StuckWorker, None, "inquiry", "worker", num_cpus=0, max_restarts=0)
-    try:
-        asked = [worker.status.remote() for _ in range(ASKED)] + [worker.kv_census.remote() for _ in range(ASKED)]
-        assert ray.get(worker.report.remote(), timeout=ANSWER_S).member is None
-        assert ray.get(worker.health.remote(), timeout=ANSWER_S).step_age_s == 9.0
-        assert ray.get(worker.progress.remote(), timeout=ANSWER_S) == ["loaded"]
-        ray.get(worker.rejoin.remote("tcp://127.0.0.2:1"), timeout=ANSWER_S)
-        assert ray.wait(asked, timeout=0.0)[0] == []
-        ray.get(worker.let_go.remote(), timeout=ANSWER_S)
-        ray.get(asked, timeout=ANSWER_S)
-    finally:
-        ray.kill(worker, no_restart=True)
+@pytest.fixture
+def spec(tmp_path: Path) -> ProcessSpec:
+    tmp_path.chmod(0o700)
+    return ProcessSpec(
+        worker=WorkerId("decode-0"),
+        role="decode",
+        incarnation=1,
+        controller_address="",
+        keys=None,
+        config=ClusterConfig(cluster="inquiry"),
+        cores=(),
+        run_dir=str(tmp_path / "run"),
+    )
 
 
-def test_questions_to_a_stuck_gateway_leave_its_health_alone(ray_session: None) -> None:
-    gateway = create_actor(StuckGateway, None, "inquiry", "gateway", num_cpus=0, max_restarts=0)
+@pytest.mark.parametrize("shell", [StuckWorker, StuckGateway])
+def test_questions_to_a_stuck_process_leave_its_health_alone(
+    ray_session: None, spec: ProcessSpec, shell: type[StuckWorker] | type[StuckGateway]
+) -> None:
+    actor = create_actor(shell, spec, "inquiry", shell.__name__, num_cpus=0, max_restarts=0)
     try:
-        ray.get(gateway.start.remote(), timeout=ANSWER_S)
-        asked = [gateway.status.remote() for _ in range(ASKED)]
-        assert ray.get(gateway.report.remote(), timeout=ANSWER_S).member is None
-        assert ray.get(gateway.progress.remote(), timeout=ANSWER_S) == ["loaded"]
+        asked = [actor.status.remote() for _ in range(ASKED)]
+        if shell is StuckWorker:
+            asked += [actor.kv_census.remote() for _ in range(ASKED)]
+        assert ray.get(actor.report.remote(), timeout=ANSWER_S).member is None
+        assert "starting" in ray.get(actor.progress.remote(), timeout=ANSWER_S)
+        ray.get(actor.rejoin.remote("tcp://127.0.0.2:1"), timeout=ANSWER_S)
         assert ray.wait(asked, timeout=0.0)[0] == []
-        ray.get(gateway.let_go.remote(), timeout=ANSWER_S)
+        ray.get(actor.let_go.remote(), timeout=ANSWER_S)
         ray.get(asked, timeout=ANSWER_S)
     finally:
-        ray.kill(gateway, no_restart=True)
+        ray.kill(actor, no_restart=True)
+
+
+def test_a_start_that_fails_is_told_to_whoever_watches_however_late(ray_session: None, spec: ProcessSpec) -> None:
+    actor = create_actor(StuckWorker, spec, "inquiry", "watched", num_cpus=0, max_restarts=0)
+    try:
+        for watcher in (1, 2):
+            with pytest.raises(RayTaskError) as told:
+                ray.get(actor.watch.remote(watcher), timeout=ANSWER_S)
+            assert isinstance(told.value.cause, NoSuchModel)
+        assert ray.get(actor.progress.remote(), timeout=ANSWER_S) == ["starting", "looking for the model"]
+        assert recorded_pid(spec.run_dir, spec.name) is not None  # its end is the controller's to decide
+    finally:
+        ray.kill(actor, no_restart=True)
