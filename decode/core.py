@@ -345,12 +345,11 @@ class DecodeCore:
         before = request.record.kv_committed_len
         found_until = page_floor(before, self.pool.page_size) + event.result.cached_tokens
         request.count_tokens(before, found_until, "prefill_cached_tokens")
-        self._book_transfer(request, event.nbytes, request.fill_len)
+        self._book_transfer(request, event, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
         match request.state:
             case Incoming():
                 times = request.times
-                times.lane = event.lane
                 times.transfer_s += event.transfer_s
                 times.scatter_s += event.scatter_s
                 times.prefill_s += event.result.prefill_s
@@ -366,7 +365,7 @@ class DecodeCore:
         # All may have landed without the first output: then the last position is computed once more, for its logits.
         most = request.fill_len - 1 if request.wants_first_token else request.fill_len
         landed = max(min(event.landed_until, most), request.record.kv_committed_len)
-        self._book_transfer(request, event.nbytes, landed)
+        self._book_transfer(request, event, landed)
         self.pool.commit_incoming(request.record, landed)
         match request.state:
             case Incoming():
@@ -376,8 +375,10 @@ class DecodeCore:
             case _:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
-    def _book_transfer(self, request: DecodeRequest, nbytes: int, landed_until: int) -> None:
-        request.times.transfer_bytes += nbytes
+    def _book_transfer(self, request: DecodeRequest, event: SinkCommitted | SinkFailed, landed_until: int) -> None:
+        if landed_until > request.record.kv_committed_len:
+            request.times.lane = event.lane
+        request.times.transfer_bytes += event.nbytes
         request.count_tokens(request.record.kv_committed_len, landed_until, "transferred_tokens")
 
     def _run(

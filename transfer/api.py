@@ -82,6 +82,7 @@ class SinkFailed:
     failure: Failure
     landed_until: int
     nbytes: int
+    lane: str  # what landed came by; "" when none was chosen yet
     peer_lost: bool  # the peer is gone or silent: choose another
 
 

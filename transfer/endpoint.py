@@ -265,7 +265,7 @@ class Endpoint:
         )
         if peer is None:  # it left while the command was on its way
             failure = Failure(code=ErrorCode.NO_WORKER, reason=f"{command.peer} is not in the cluster")
-            failed = SinkFailed(command.key, command.peer, failure, command.start, 0, peer_lost=True)
+            failed = SinkFailed(command.key, command.peer, failure, command.start, 0, "", peer_lost=True)
             first: sink.SinkStep = Step(sink.Closed(order, failure), Verdict.MOVE, (EngineEvent(failed),))
         else:
             first = sink.open_sink(order, SessionRules(self._page_size, self._config.resend_after_s))

@@ -253,7 +253,7 @@ class Rig:
         if handoff is None:
             return
         landed = handoff.shipped // self.decode.pool.page_size * self.decode.pool.page_size
-        self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, landed, 1, peer_lost)))
+        self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, landed, 1, "inproc", peer_lost)))
         if key in {offer.key for offer in self.offers}:
             self.offers = [offer for offer in self.offers if offer.key != key]
         elif handoff.open.peer == PREFILL.worker:
@@ -264,7 +264,9 @@ class Rig:
         for key in list(self.handoffs):
             handoff = self.handoffs.pop(key)
             failure = Failure(code=ErrorCode.INTERNAL, reason="peer lost")
-            self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, handoff.shipped, 1, True)))
+            self.run(
+                self.decode.handle(SinkFailed(key, handoff.open.peer, failure, handoff.shipped, 1, "inproc", True))
+            )
         self.offers = []
 
     def release_offers(self) -> None:

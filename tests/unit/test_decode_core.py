@@ -259,6 +259,7 @@ def test_lost_prefill_worker_keeps_what_landed_and_asks_another() -> None:
     assert timeline is not None
     assert timeline.attempts == 2
     assert (timeline.transferred_tokens, timeline.local_tokens) == (landed, 30 - landed)
+    assert timeline.lane == ("inproc" if landed else "")
 
 
 def test_retraction_under_pressure_loses_nothing() -> None:

@@ -258,7 +258,7 @@ def test_failing_reports_what_landed_without_a_gap() -> None:
     assert driver.tell(AbortSink(KEY, FAILURE)) == [FenceSink(KEY)]
     cancel, failed = driver.tell(SinkFenced(KEY))
     assert cancel == Cancel(key=KEY, failure=FAILURE)
-    assert failed == SinkFailed(KEY, PEER.worker, FAILURE, landed_until=8, nbytes=70, peer_lost=False)
+    assert failed == SinkFailed(KEY, PEER.worker, FAILURE, landed_until=8, nbytes=70, lane="zmq", peer_lost=False)
 
 
 def test_what_lands_between_the_end_and_the_fence_counts() -> None:

@@ -178,7 +178,7 @@ def _preparing(state: Preparing, event: SinkInput, now: float, rules: SessionRul
             return Step(after, Verdict.MOVE, (to_peer(state.order, offer),))
         case SinkNotPrepared():
             over = Closed(state.order, event.failure)
-            return Step(over, Verdict.MOVE, (sink_failed(state.order, event.failure, event.peer_lost, Arrivals()),))
+            return Step(over, Verdict.MOVE, (sink_failed(state.order, event.failure, event.peer_lost, "", Arrivals()),))
         case AbortSink():
             return drain(state, event.failure)
         case DeadlinePassed():
@@ -263,7 +263,7 @@ def _receiving(state: Receiving, event: SinkInput, now: float, rules: SessionRul
 def _draining(state: Draining, event: SinkInput, now: float, rules: SessionRules) -> SinkStep:
     match event:
         case SinkFenced():
-            told = sink_failed(state.order, state.failure, state.peer_lost, state.arrivals)
+            told = sink_failed(state.order, state.failure, state.peer_lost, state.lane, state.arrivals)
             if not state.offered:
                 return Step(Closed(state.order, state.failure), Verdict.MOVE, (told,))
             after = Aborted(state.order, state.failure, now + rules.resend_after_s)

@@ -186,7 +186,8 @@ def drain(
     """Ends the hand-off: fence first, everything else after it. `offered=False`: there is nobody to tell."""
     arrivals = state.arrivals if isinstance(state, Receiving) else Arrivals()
     known_there = offered and not isinstance(state, Preparing)
-    after = Draining(state.order, failure, peer_lost, known_there, arrivals)
+    lane = "" if isinstance(state, Preparing) else state.offer.lane
+    after = Draining(state.order, failure, peer_lost, known_there, lane, arrivals)
     return Step(after, Verdict.MOVE, (FenceSink(state.order.key),))
 
 
@@ -221,9 +222,9 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
     )
 
 
-def sink_failed(order: SinkOrder, failure: Failure, peer_lost: bool, arrivals: Arrivals) -> EngineEvent:
+def sink_failed(order: SinkOrder, failure: Failure, peer_lost: bool, lane: str, arrivals: Arrivals) -> EngineEvent:
     until = arrivals.landed_until(order.start)
-    return EngineEvent(SinkFailed(order.key, order.peer.worker, failure, until, arrivals.nbytes, peer_lost))
+    return EngineEvent(SinkFailed(order.key, order.peer.worker, failure, until, arrivals.nbytes, lane, peer_lost))
 
 
 def out_of_time(reason: str) -> Failure:

@@ -180,12 +180,14 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Over, and the fence is asked for. `offered`: the peer may know of the attempt, so it must be told."""
+    """Over, and the fence is asked for. `offered`: the peer may know of the attempt, so it must be told. `lane`: ""
+    when none was chosen yet."""
 
     order: SinkOrder
     failure: Failure
     peer_lost: bool
     offered: bool
+    lane: str
     arrivals: Arrivals
 
 
