@@ -78,7 +78,13 @@ class NormArgs(ctypes.Structure):
 class SiluArgs(ctypes.Structure):
     """`SiluArgs` in csrc/pointwise.cpp, field for field."""
 
-    _fields_: ClassVar = [("is_bf16", c_int64), ("count", c_int64), ("x", c_void_p), ("y", c_void_p)]
+    _fields_: ClassVar = [
+        ("is_bf16", c_int64),
+        ("count", c_int64),
+        ("x", c_void_p),
+        ("gated", c_void_p),
+        ("y", c_void_p),
+    ]
 
 
 class Kernels:

@@ -23,6 +23,8 @@ PANEL = 64  # kPanel in csrc/linear.cpp
 class CompiledLinear(nn.Module):
     """`y = x W^T + b` in float32. Used by one thread at a time (the arguments are kept between calls)."""
 
+    dtype = torch.float32
+
     def __init__(self, linear: nn.Linear, kernels: Kernels, memory: torch.Tensor) -> None:
         """Packs the weight into `memory`, float32 [packed_floats(linear)]."""
         super().__init__()
@@ -46,9 +48,11 @@ class CompiledLinear(nn.Module):
             bias=None if linear.bias is None else linear.bias.data_ptr(),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        """Into `y` (dense, float32) where the caller has memory for it."""
         x = x.contiguous()
-        y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+        if y is None:
+            y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
         args = self._args
         args.rows, args.x, args.y = x.numel() // self.in_features, x.data_ptr(), y.data_ptr()
         self._linear(ctypes.byref(args))
@@ -60,6 +64,7 @@ class OneDnnLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.dtype = linear.weight.dtype
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias

@@ -43,7 +43,7 @@ class CompiledRmsNorm(nn.Module):
 
 
 class CompiledSilu(nn.Module):
-    """`x / (1 + exp(-x))` for float32 and bfloat16."""
+    """`x / (1 + exp(-x))` for float32 and bfloat16, alone or as the gate of another tensor."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
@@ -52,9 +52,13 @@ class CompiledSilu(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        args = SiluArgs(x.dtype == torch.bfloat16, x.numel(), x.data_ptr(), y.data_ptr())
-        self._silu(ctypes.byref(args))
+        self._silu(ctypes.byref(SiluArgs(x.dtype == torch.bfloat16, x.numel(), x.data_ptr(), None, y.data_ptr())))
         return y
+
+    def gate_(self, x: torch.Tensor, gated: torch.Tensor) -> None:
+        """Puts `silu(x) * gated` into `x`; both dense and of one shape."""
+        args = SiluArgs(x.dtype == torch.bfloat16, x.numel(), x.data_ptr(), gated.data_ptr(), x.data_ptr())
+        self._silu(ctypes.byref(args))
 
 
 def replace_pointwise(model: nn.Module, kernels: Kernels) -> None:

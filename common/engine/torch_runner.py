@@ -18,6 +18,7 @@ from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import Batch, BatchRow, KvBuffer, StepResult, Ticket, pack_batch
+from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.linears import pack_linears
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
 from baton.common.engine.pointwise import replace_pointwise
@@ -94,6 +95,7 @@ class TorchRunner:
         pack_linears(model, backends.kernels)
         if backends.kernels is not None:
             replace_pointwise(model, backends.kernels)
+            replace_gated_mlps(model)
         self._check_layers()
 
     @classmethod

@@ -1,6 +1,6 @@
 // What lies between the matrix products. Root-mean-square norm of rows: y = x / sqrt(mean(x^2) + eps) * (shift +
 // weight), where torch takes eight passes over a small tensor; each row is summed in one order, whatever it is batched
-// with. And SiLU, y = x / (1 + e^-x).
+// with. And SiLU, y = x / (1 + e^-x), alone or as the gate of another tensor.
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,8 @@ struct NormArgs {
 struct SiluArgs {
     int64_t is_bf16, count;
     const void* x;
-    void* y;
+    const void* gated;  // what SiLU of x is multiplied with, or null; read before y is written
+    void* y;  // may be x
 };
 
 namespace {
@@ -60,19 +61,27 @@ f32x16 silu16(f32x16 x) {
     return x * (x < 0.0f ? e : splat16(1.0f)) / (1.0f + e);
 }
 
+// SiLU is rounded before it is multiplied: that is what two operations do.
+template <class T>
+void silu_to(const T* x, const T* gated, T* y) {
+    const f32x16 value = silu16(load16(x));
+    store16(y, gated ? rounded<T>(value) * load16(gated) : value);
+}
+
 template <class T>
 void silu(const SiluArgs& a) {
-    const T* x = static_cast<const T*>(a.x);
+    const T *x = static_cast<const T*>(a.x), *gated = static_cast<const T*>(a.gated);
     T* y = static_cast<T*>(a.y);
 #pragma omp parallel for schedule(static) if (a.count >= kSerialWork)
     for (int64_t begin = 0; begin < a.count; begin += kSiluBlock) {
         const int64_t end = std::min(a.count, begin + kSiluBlock);
         int64_t i = begin;
-        for (; i + 16 <= end; i += 16) store16(y + i, silu16(load16(x + i)));
+        for (; i + 16 <= end; i += 16) silu_to(x + i, gated ? gated + i : nullptr, y + i);
         if (i == end) continue;
-        T tail[16] = {};
+        T tail[16] = {}, gated_tail[16] = {};
         std::copy(x + i, x + end, tail);
-        store16(tail, silu16(load16(tail)));
+        if (gated) std::copy(gated + i, gated + end, gated_tail);
+        silu_to(tail, gated ? gated_tail : nullptr, tail);
         std::copy_n(tail, end - i, y + i);
     }
 }
