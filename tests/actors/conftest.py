@@ -17,7 +17,8 @@ from baton.deploy.launch import LOCAL_NODE_ADDRESS
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     env.prepare_ray()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # actors import the stub from here
+    # Actors import the stub from here.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="bt", dir="/tmp") as folder:  # short: Ray puts socket names under it
         ray.init(
             address="local",
