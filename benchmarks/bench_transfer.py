@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from baton.common.config import ClusterConfig, LivenessConfig, TransferConfig
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import CONTROLLER, Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
@@ -106,7 +107,7 @@ def worker_main(pipe: Connection, role: str, leg: Leg, page_bytes: int, keys: Cl
                 events.put(event)
 
     stamp = Stamp(worker, 1, Epoch(os.getpid()))
-    io = IoThread(stamp, role, config, buffer, keys, deliver, controller_address=hub)
+    io = IoThread(stamp, role, config, KvMemory.full(buffer, page_size=1), keys, deliver, controller_address=hub)
     io.start()
     assert io.wait_admitted(30.0) is True
     pipe.send(None)

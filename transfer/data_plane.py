@@ -18,7 +18,7 @@ from itertools import count
 from typing import assert_never
 
 from baton.common.config import TransferConfig
-from baton.common.engine.batch import KvBuffer
+from baton.common.engine.batch import KvMemory
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp, WorkerId
 from baton.common.log import EventLog
@@ -126,12 +126,12 @@ class DataPlane:
     def __init__(
         self,
         config: TransferConfig,
-        buffer: KvBuffer,
+        memory: KvMemory,
         staged: Sequence[StagedTransport],
         pull: Sequence[PullTransport] = (),
     ) -> None:
         self._config = config
-        self._handler = StagingHandler(buffer.as_bytes(), buffer.page_size)
+        self._handler = StagingHandler(memory.main.as_bytes(), memory.layout.page_size)
         self._staged = {transport.lane: transport for transport in staged}
         self._pull = {transport.lane: transport for transport in pull}
         assert self._pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"

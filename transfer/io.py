@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from baton.common.clock import Clock, MonotonicClock
 from baton.common.config import ClusterConfig
-from baton.common.engine.batch import KvBuffer
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.loop import end_process
 from baton.common.errors import BatonError
@@ -77,25 +77,25 @@ class _HandOffs:
     """What only a worker has: its pool's end of the transfer plane."""
 
     def __init__(
-        self, stamp: Stamp, role: str, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer, lanes: LaneFactory
+        self, stamp: Stamp, role: str, config: ClusterConfig, mesh: Mesh, memory: KvMemory, lanes: LaneFactory
     ) -> None:
-        built = lanes(stamp, config, mesh, buffer)
+        built = lanes(stamp, config, mesh, memory)
         self.receives_from = "prefill" if role == "decode" else ""
-        self.data = DataPlane(config.transfer, buffer, built.staged, built.pull)
+        self.data = DataPlane(config.transfer, memory, built.staged, built.pull)
         names = [transport.lane for transport in (*built.staged, *built.pull)]
-        self.endpoint = Endpoint(stamp, config.transfer, buffer.page_size, names)
+        self.endpoint = Endpoint(stamp, config.transfer, memory.layout.page_size, names)
 
 
 class IoThread:
     """Sockets are opened here (ConfigError when they cannot be), the thread runs from `start` to `stop`. `deliver`,
-    `load` and `on_fatal` are called on the thread and must not wait. `buffer` None: a process without KV."""
+    `load` and `on_fatal` are called on the thread and must not wait. `memory` None: a process without KV."""
 
     def __init__(
         self,
         stamp: Stamp,
         role: str,
         config: ClusterConfig,
-        buffer: KvBuffer | None,
+        memory: KvMemory | None,
         keys: ClusterKeys | None,
         deliver: Callable[[object], object],
         *,
@@ -115,9 +115,9 @@ class IoThread:
         self._mesh = Mesh(stamp, config.bind_host, keys)
         self._hand_offs: _HandOffs | None = None
         addresses: tuple[LaneAddress, ...] = ()
-        if buffer is not None:
+        if memory is not None:
             try:
-                self._hand_offs = _HandOffs(stamp, role, config, self._mesh, buffer, lanes)
+                self._hand_offs = _HandOffs(stamp, role, config, self._mesh, memory, lanes)
             except BaseException:
                 self._mesh.close()
                 raise
@@ -127,7 +127,7 @@ class IoThread:
             role=role,
             address=self._mesh.address,
             lanes=addresses,
-            fingerprint=buffer.fingerprint() if buffer is not None else {},
+            fingerprint=memory.fingerprint() if memory is not None else {},
         )
         self._controller_address = controller_address
         self._connected_to = ""

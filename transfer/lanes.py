@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.common.config import ClusterConfig
-from baton.common.engine.batch import KvBuffer
+from baton.common.engine.batch import KvMemory
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
@@ -27,10 +27,10 @@ class Lanes:
     pull: tuple[PullTransport, ...] = ()
 
 
-LaneFactory = Callable[[Stamp, ClusterConfig, Mesh, KvBuffer], Lanes]
+LaneFactory = Callable[[Stamp, ClusterConfig, Mesh, KvMemory], Lanes]
 
 
-def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer) -> Lanes:
+def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
     """Raises ConfigError when none of the configured lanes can work here."""
     staged: list[StagedTransport] = []
     pull: list[PullTransport] = []
@@ -38,7 +38,7 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, buffer: KvBuffe
     for lane in config.transfer.lanes:
         match lane:
             case "local":
-                pull.append(LocalTransport(buffer.as_bytes()))
+                pull.append(LocalTransport(memory.main.as_bytes()))
             case "zmq":
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
             case "ucx":

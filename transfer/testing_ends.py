@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from baton.common.config import TransferConfig
+from baton.common.engine.batch import KvMemory
 from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.messages import Chunk, Member, pack_tokens
@@ -97,7 +98,7 @@ class End:
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
-        self.data = DataPlane(spec.config, self.buffer, staged, pull)
+        self.data = DataPlane(spec.config, KvMemory.full(self.buffer, spec.page_size), staged, pull)
         self.events: list[DataEvent] = []
 
     @property

@@ -127,11 +127,11 @@ class WorkerProcess:
         if niceness > 0:
             _log.warning("low_priority", niceness=niceness, advice="start Ray with RAY_worker_niceness=0")
         runner = self._make_runner(spec, say)
-        buffer = runner.buffer
+        memory = runner.memory
         max_context_len = min(config.model.max_model_len or runner.max_positions, runner.max_positions)
         pool = KvPool(
-            buffer.num_pages,
-            buffer.page_size,
+            memory.main.num_pages,
+            memory.layout.page_size,
             self._max_rows,
             max_context_len,
             config.kv.prefix_cache,
@@ -147,7 +147,7 @@ class WorkerProcess:
             self._stamp,
             spec.role,
             config,
-            buffer,
+            memory,
             spec.keys,
             lambda event: engine.deliver(event),
             controller_address=spec.controller_address,

@@ -8,12 +8,14 @@ is a prefill chunk. Page ids and write slots are computed once, here, for all la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.units import pages_for_tokens
 
@@ -105,7 +107,8 @@ class StepResult:
 
 
 class KvBuffer(Protocol):
-    """The memory behind page ids: `num_pages` pages of `page_bytes` bytes each, one contiguous block per page.
+    """The memory behind the page ids of one pool: `num_pages` pages (page 0, the null page, included) of `page_bytes`
+    bytes each, one contiguous block per page. For recurrent layers a page is one sequence's state.
 
     `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
     `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte.
@@ -113,11 +116,42 @@ class KvBuffer(Protocol):
 
     num_pages: int
     page_bytes: int
-    page_size: int
 
     def as_bytes(self) -> npt.NDArray[np.uint8]: ...
 
     def fingerprint(self) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """All KV memory of one worker: a buffer for each component that the model has."""
+
+    layout: KvLayout
+    buffers: Mapping[Component, KvBuffer]
+
+    def __post_init__(self) -> None:
+        assert set(self.buffers) == set(self.layout.components), (self.buffers, self.layout)
+
+    @classmethod
+    def full(cls, buffer: KvBuffer, page_size: int) -> KvMemory:
+        """Of a model whose layers all attend to everything."""
+        return cls(KvLayout(page_size), {Component.FULL: buffer})
+
+    @property
+    def main(self) -> KvBuffer:
+        """The first component's."""
+        return self.buffers[self.layout.components[0]]
+
+    def fingerprint(self) -> dict[str, str]:
+        """What two workers must have in common to exchange KV; by component, where there is more than one."""
+        layout = self.layout
+        found = {"kv_components": "+".join(layout.components), "kv_page_size": str(layout.page_size)}
+        if layout.window:
+            found["kv_window"] = str(layout.window)
+        for component, buffer in self.buffers.items():
+            prefix = "" if len(self.buffers) == 1 else f"{component}_"
+            found |= {f"{prefix}{name}": value for name, value in buffer.fingerprint().items()}
+        return found
 
 
 class Ticket(Protocol):
@@ -125,9 +159,10 @@ class Ticket(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Computes steps over one KV buffer. Implementations: `fake_runner.FakeRunner`, `torch_runner.TorchRunner`."""
+    """Computes steps over one worker's KV memory. Implementations: `fake_runner.FakeRunner`,
+    `torch_runner.TorchRunner`."""
 
-    buffer: KvBuffer
+    memory: KvMemory
     vocab_size: int
     max_positions: int
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import Batch, KvBuffer, StepResult, Ticket
+from baton.common.engine.batch import Batch, KvMemory, StepResult, Ticket
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 
@@ -139,25 +139,26 @@ class FakeTicket:
 
 
 class FakeRunner:
-    """`ModelRunner` over the fake model. Every byte it reads or writes lies in `buffer`."""
+    """`ModelRunner` over the fake model. Every byte it reads or writes lies in `memory`."""
 
     def __init__(
         self,
-        buffer: KvBuffer,
+        memory: KvMemory,
         *,
         max_positions: int = 8192,
         vocab_size: int = FAKE_VOCAB_SIZE,
         cost: StepCost | None = None,
     ) -> None:
-        assert buffer.page_bytes % (8 * buffer.page_size) == 0, "each position needs whole 64-bit words of its page"
-        words = buffer.page_bytes // (8 * buffer.page_size)
-        self.buffer = buffer
+        buffer, page_size = memory.main, memory.layout.page_size
+        assert buffer.page_bytes % (8 * page_size) == 0, "each position needs whole 64-bit words of its page"
+        words = buffer.page_bytes // (8 * page_size)
+        self.memory = memory
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._cost = cost or StepCost()
-        self._model = FakeModel(words, max_positions + buffer.page_size, vocab_size)
-        self._pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, buffer.page_size, words)
-        self._slots = self._pages.reshape(buffer.num_pages * buffer.page_size, words)
+        self._model = FakeModel(words, max_positions + page_size, vocab_size)
+        self._pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, page_size, words)
+        self._slots = self._pages.reshape(buffer.num_pages * page_size, words)
 
     def step_cost_s(self, batch: Batch) -> float:
         """What this step would take on the machine that `cost` describes."""
@@ -225,7 +226,7 @@ def fake_runner(
 ) -> FakeRunner:
     """A fake runner with memory of its own. `num_pages` counts the null page."""
     buffer = NumpyKvBuffer(num_pages, bytes_per_token * page_size, page_size, "fake")
-    return FakeRunner(buffer, max_positions=max_positions, cost=cost)
+    return FakeRunner(KvMemory.full(buffer, page_size), max_positions=max_positions, cost=cost)
 
 
 @dataclass(frozen=True, slots=True)

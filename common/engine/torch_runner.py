@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
-from baton.common.engine.batch import Batch, BatchRow, KvBuffer, StepResult, Ticket, pack_batch
+from baton.common.engine.batch import Batch, BatchRow, KvMemory, StepResult, Ticket, pack_batch
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.linears import pack_linears
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
@@ -87,7 +87,7 @@ class TorchRunner:
             head_dim=info.head_dim,
             dtype=dtype,
         )
-        self.buffer: KvBuffer = buffer
+        self.memory = KvMemory.full(buffer, page_size)
         self._pool = buffer.pool
         self.model = model
         _register_attention()
@@ -125,7 +125,7 @@ class TorchRunner:
         )
 
     def launch(self, batch: Batch) -> Ticket:
-        assert batch.page_size == self.buffer.page_size, (batch.page_size, self.buffer.page_size)
+        assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
         sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
         logits, _ = self._forward(batch, sampled)
@@ -174,7 +174,7 @@ class TorchRunner:
         """One token through the null page: every layer must come to our attention, once, in order, with the shapes that
         the pool was made for. Also pays what the first step would pay."""
         row = BatchRow(0, np.zeros(1, np.int32), 1, np.zeros(1, np.int32), SamplingParams())
-        logits, seen = self._forward(pack_batch([row], self.buffer.page_size), (0,))
+        logits, seen = self._forward(pack_batch([row], self.memory.layout.page_size), (0,))
         if seen != list(range(self.info.num_layers)) or logits is None or logits.shape != (1, self.vocab_size):
             reason = f"architecture {self.info.architecture} does not attend once per layer ({seen})"
             raise ConfigError(FIELD, self.info.name, reason, "dense attention layers are supported")

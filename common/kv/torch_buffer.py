@@ -45,12 +45,11 @@ class TorchKvBuffer:
         return bytes_view
 
     def fingerprint(self) -> dict[str, str]:
-        _, layers, _, heads, page_size, head_dim = self.pool.shape
+        _, layers, _, heads, _, head_dim = self.pool.shape
         return {
             "kv_layout": LAYOUT,
             "kv_dtype": str(self.pool.dtype).removeprefix("torch."),
             "kv_layers": str(layers),
             "kv_heads": str(heads),
             "kv_head_dim": str(head_dim),
-            "kv_page_size": str(page_size),
         }

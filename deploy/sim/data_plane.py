@@ -16,7 +16,7 @@ from typing import Protocol, assert_never
 import numpy as np
 import xxhash
 
-from baton.common.engine.batch import KvBuffer
+from baton.common.engine.batch import KvMemory
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import Failure, unpack_tokens
@@ -80,7 +80,7 @@ class SimDataPlane:
     def __init__(
         self,
         host: Host,
-        buffer: KvBuffer,
+        kv: KvMemory,
         settings: WorldSettings,
         schedule: Schedule,
         network: Network,
@@ -88,8 +88,8 @@ class SimDataPlane:
         probe: Callable[[str, object], None],
     ) -> None:
         self._host = host
-        self.memory = buffer.as_bytes()
-        self._page_size = buffer.page_size
+        self.memory = kv.main.as_bytes()
+        self._page_size = kv.layout.page_size
         self._settings = settings
         self._schedule = schedule
         self._network = network

@@ -200,7 +200,7 @@ class WorkerProcess(MemberProcess):
         self.endpoint = Endpoint(stamp, settings.transfer, settings.page_size, (PULL_LANE, STAGED_LANE))
         super().__init__(world, stamp, role)
         self.data = SimDataPlane(
-            self, self.runner.buffer, settings, world.schedule, world.network, world.worker_at, world.probe
+            self, self.runner.memory, settings, world.schedule, world.network, world.worker_at, world.probe
         )
         self._checker = InvariantChecker()
         self._inbox: deque[object] = deque()

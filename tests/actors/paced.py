@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.common.engine.batch import Batch, KvBuffer, ModelRunner, StepResult, Ticket
+from baton.common.engine.batch import Batch, ModelRunner, StepResult, Ticket
 from baton.decode.actor import DecodeActor
 from baton.prefill.actor import PrefillActor
 from baton.transfer.process import ProcessSpec
@@ -26,7 +26,7 @@ class PacedRunner:
 
     def __init__(self, inner: ModelRunner) -> None:
         self._inner = inner
-        self.buffer: KvBuffer = inner.buffer
+        self.memory = inner.memory
         self.vocab_size = inner.vocab_size
         self.max_positions = inner.max_positions
         self._step_s = 0.0

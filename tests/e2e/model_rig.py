@@ -91,8 +91,8 @@ def run_mixed(runner: TorchRunner, sequences: list[Sequence], *, max_rows: int, 
     """Finishes all sequences, at most `max_rows` at a time: in each step some decode and some compute a chunk of odd
     size, as chance has it; rows come in any order."""
     rng = random.Random(seed)
-    page_size = runner.buffer.page_size
-    pages = Pages(runner.buffer.num_pages, rng)
+    page_size = runner.memory.layout.page_size
+    pages = Pages(runner.memory.main.num_pages, rng)
     waiting, active = list(sequences), list[Sequence]()
     while waiting or active:
         while waiting and len(active) < max_rows:

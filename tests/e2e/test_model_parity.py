@@ -131,7 +131,7 @@ def test_bfloat16_runs_and_agrees_with_float32_mostly(runner: TorchRunner) -> No
     sequence = Sequence(key=0, prompt=reference.prompt, max_tokens=8, stop_token=2)
     run_mixed(half, [sequence], max_rows=1, seed=8)
     assert sequence.outputs == reference.outputs[:8]
-    assert half.buffer.fingerprint()["kv_dtype"] == "bfloat16"
+    assert half.memory.fingerprint()["kv_dtype"] == "bfloat16"
 
 
 def test_a_step_without_samples_gives_no_tokens_and_logprobs_are_log_softmax(runner: TorchRunner) -> None:
@@ -151,8 +151,8 @@ def test_a_step_without_samples_gives_no_tokens_and_logprobs_are_log_softmax(run
 
 def test_the_pool_is_what_the_model_needs(runner: TorchRunner) -> None:
     info = model_info(MODEL)
-    assert runner.buffer.page_bytes == info.kv_bytes_per_token("float32") * 16
-    assert runner.buffer.as_bytes().shape == (runner.buffer.num_pages, runner.buffer.page_bytes)
+    assert runner.memory.main.page_bytes == info.kv_bytes_per_token("float32") * 16
+    assert runner.memory.main.as_bytes().shape == (runner.memory.main.num_pages, runner.memory.main.page_bytes)
     assert (runner.vocab_size, runner.max_positions) == (49152, 8192)
     assert info.eos_token_ids == (2,)
 
@@ -165,7 +165,7 @@ def test_moved_pages_are_the_same_kv(runner: TorchRunner) -> None:
     prompt = BatchRow(0, np.array(reference.prompt, np.int32), len(reference.prompt), source, GREEDY)
     first = runner.collect(runner.launch(pack_batch([prompt], 16))).tokens[0]
     target = source[::-1] + 20
-    other.buffer.as_bytes()[target] = runner.buffer.as_bytes()[source]
+    other.memory.main.as_bytes()[target] = runner.memory.main.as_bytes()[source]
     sequence = Sequence(0, reference.prompt, 32, stop_token=2, outputs=[first], computed=len(reference.prompt))
     sequence.pages = target.tolist()
     spare = [page for page in range(1, 64) if page not in sequence.pages]

@@ -299,7 +299,7 @@ class Rig:
         size = self.decode.pool.page_size
         first = (region.first_token - handoff.open.start) // size
         target = handoff.open.pages[first : first + len(region.pages)]
-        self.decode.runner.buffer.as_bytes()[target] = self.prefill.runner.buffer.as_bytes()[region.pages]
+        self.decode.runner.memory.main.as_bytes()[target] = self.prefill.runner.memory.main.as_bytes()[region.pages]
         handoff.shipped += region.tokens
 
     def assert_clean(self) -> None:

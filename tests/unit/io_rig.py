@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, TransferConfig
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
@@ -159,7 +160,7 @@ class Worker:
             self.stamp,
             role,
             config,
-            self.buffer,
+            KvMemory.full(self.buffer, PAGE_SIZE),
             keys,
             self._deliver,
             controller_address=controller,

@@ -467,7 +467,7 @@ def test_all_landed_but_no_first_token(another: bool) -> None:
         OfferReceived(opened.key, DECODE, opened.request_id, opened.tokens, 0, True, opened.sampling, opened.deadline_s)
     )
     shipped = [effect for effect in source.step() or [] if isinstance(effect, ShipRegion)]
-    rig.decode.runner.buffer.as_bytes()[opened.pages] = source.runner.buffer.as_bytes()[shipped[0].pages]
+    rig.decode.runner.memory.main.as_bytes()[opened.pages] = source.runner.memory.main.as_bytes()[shipped[0].pages]
     rig.handoffs[opened.key].shipped = 20
     rig.version += 1
     if another:

@@ -74,7 +74,7 @@ class GatedRunner(FakeRunner):
     """Waits in `collect` until it is let through."""
 
     def __init__(self) -> None:
-        super().__init__(fake_runner(4, 16).buffer)
+        super().__init__(fake_runner(4, 16).memory)
         self.entered = threading.Event()
         self.gate = threading.Event()
 

@@ -23,7 +23,7 @@ class Sequence:
         self.computed = 0
 
     def row(self, upto: int, key: int = 0) -> BatchRow:
-        size = self.runner.buffer.page_size
+        size = self.runner.memory.layout.page_size
         last = upto == len(self.tokens)
         ids = np.array(self.tokens[self.computed : upto], dtype=np.int32)
         pages = self.pages[: -(-upto // size)]
@@ -46,7 +46,7 @@ class Sequence:
 
 
 def run(runner: FakeRunner, rows: list[BatchRow]) -> tuple[int, ...]:
-    return runner.collect(runner.launch(pack_batch(rows, runner.buffer.page_size))).tokens
+    return runner.collect(runner.launch(pack_batch(rows, runner.memory.layout.page_size))).tokens
 
 
 def shuffled_pages(count: int, seed: int) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_one_flipped_bit_anywhere_changes_the_output(position: int, byte: int, b
     sequence = Sequence(runner, shuffled_pages(60, 3), prompt, GREEDY)
     sequence.prefill(16)
     page = sequence.pages[position // 4]
-    runner.buffer.as_bytes()[page, (position % 4) * 32 + byte] ^= 1 << bit
+    runner.memory.main.as_bytes()[page, (position % 4) * 32 + byte] ^= 1 << bit
     assert sequence.decode(8)[1:] != fake_generate(prompt, GREEDY, 9)[1:]
 
 

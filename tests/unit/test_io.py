@@ -21,7 +21,7 @@ from io_rig import (
 )
 
 from baton.common.config import ClusterConfig
-from baton.common.engine.batch import KvBuffer
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
@@ -49,7 +49,7 @@ def controller() -> Iterator[StandInController]:
 def start_pair(lane: str, controller: StandInController) -> tuple[Worker, Worker]:
     hub = InprocHub()
 
-    def inproc(stamp: Stamp, config: ClusterConfig, mesh: Mesh, buffer: KvBuffer) -> Lanes:
+    def inproc(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
         return Lanes((InprocTransport(stamp, hub, mesh),))
 
     config = io_config(lane)
