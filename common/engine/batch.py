@@ -4,6 +4,9 @@ Owns: `Batch` (input of one forward pass), `StepResult` (its output), `ModelRunn
 Never: allocates pages, touches a request, or knows whether a row is a prefill chunk or a decode token. A batch is
 packed and ragged: all rows one after the other, no padding; a row of one query token is a decode step, a row of many
 is a prefill chunk. Page ids and write slots are computed once, here, for all layers of a group.
+
+A model's *main* component is the first paged one of its layout: full attention, or the sliding window where all layers
+slide. A model without attention has none: its rows hold no pages and its write slots are all 0.
 """
 
 from __future__ import annotations
@@ -27,21 +30,35 @@ I64 = npt.NDArray[np.int64]
 class BatchRow:
     """One sequence's share of a step: compute tokens [kv_len - len(input_ids), kv_len).
 
-    `pages` holds exactly the pages of [0, kv_len): checked. `sampling` is None when no token is wanted (a chunk that
-    is not the last); else the token after `kv_len - 1` is sampled as output number `output_index`.
+    `pages` holds exactly the main component's pages of [0, kv_len): checked. `sampling` is None when no token is wanted
+    (a chunk that is not the last); else the token after `kv_len - 1` is sampled as output number `output_index`.
+    Dead pages of a sliding window (all below `KvLayout.live_from` of the length before this step may be dead) are 0.
     """
 
     key: int  # the engine's own name for this row; comes back in StepResult
     input_ids: I32  # [q]
     kv_len: int  # KV length after this step
-    pages: I32  # [ceil(kv_len / page_size)]
+    pages: I32  # [ceil(kv_len / page_size)]; [0] for a model without attention
     sampling: SamplingParams | None
     output_index: int = 0
+    swa_pages: I32 | None = (
+        None  # as `pages`, of the sliding window; only for models that have it beside full attention
+    )
+    state_slot: int = 0  # of the recurrent state; 0 for models without one
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """Where a step's rows have their tokens in one pool."""
+
+    slots: I64  # [T] page * page_size + offset: where each token's K and V are written
+    page_offsets: I32  # [B + 1]
+    page_ids: I32  # [sum of pages] of [0, kv_len) of each row; 0 where a sliding window has left a page behind
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A packed step. T query tokens over B rows."""
+    """A packed step. T query tokens over B rows. `slots`, `page_offsets` and `page_ids` are the main component's."""
 
     keys: tuple[int, ...]  # [B]
     input_ids: I64  # [T]
@@ -54,6 +71,13 @@ class Batch:
     sampling: tuple[SamplingParams | None, ...]  # [B]
     output_indices: tuple[int, ...]  # [B]
     page_size: int
+    swa: PageTable | None = None  # where the model has a sliding window beside full attention
+    state_slots: I32 | None = None  # [B] where the model has recurrent layers: read and written by the step
+    state_copies: I32 | None = None  # [n, 2] (from, to) slots, copied in this order before the step; from 0: zeroed
+
+    @property
+    def main(self) -> PageTable:
+        return PageTable(self.slots, self.page_offsets, self.page_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -64,36 +88,55 @@ class Batch:
         return len(self.keys)
 
 
-def pack_batch(rows: list[BatchRow], page_size: int) -> Batch:
-    """Packs rows into one step. Asserts that each row's pages are exactly those of its length."""
+def pack_batch(rows: list[BatchRow], page_size: int, state_copies: I32 | None = None) -> Batch:
+    """Packs rows into one step. Asserts that each row's pages are exactly those of its length, and that all rows are of
+    one model: with the same components."""
     assert rows, "an empty step is never launched"
+    positions = [np.arange(row.kv_len - len(row.input_ids), row.kv_len) for row in rows]
     for row in rows:
-        assert len(row.pages) == pages_for_tokens(row.kv_len, page_size), (row.key, row.kv_len, len(row.pages))
         assert 0 < len(row.input_ids) <= row.kv_len, (row.key, len(row.input_ids), row.kv_len)
-    q_lens = np.array([len(row.input_ids) for row in rows], dtype=np.int32)
-    page_counts = np.array([len(row.pages) for row in rows], dtype=np.int32)
-    row_positions = [np.arange(row.kv_len - len(row.input_ids), row.kv_len) for row in rows]
-    row_slots = [
-        row.pages[position // page_size].astype(np.int64) * page_size + position % page_size
-        for row, position in zip(rows, row_positions, strict=True)
-    ]
+    main = _page_table(rows, [row.pages for row in rows], positions, page_size)
+    swa_pages = [row.swa_pages for row in rows if row.swa_pages is not None]
+    assert len(swa_pages) in (0, len(rows)), "either all rows have a sliding window or none"
+    state_slots = np.array([row.state_slot for row in rows], dtype=np.int32)
+    assert state_slots.all() or not state_slots.any(), "either all rows have a state or none"
     return Batch(
         keys=tuple(row.key for row in rows),
         input_ids=np.concatenate([row.input_ids for row in rows]).astype(np.int64),
-        positions=np.concatenate(row_positions).astype(np.int64),
-        slots=np.concatenate(row_slots),
-        q_offsets=_offsets(q_lens),
+        positions=np.concatenate(positions).astype(np.int64),
+        slots=main.slots,
+        q_offsets=_offsets([len(row.input_ids) for row in rows]),
         kv_lens=np.array([row.kv_len for row in rows], dtype=np.int32),
-        page_offsets=_offsets(page_counts),
-        page_ids=np.concatenate([row.pages for row in rows]).astype(np.int32),
+        page_offsets=main.page_offsets,
+        page_ids=main.page_ids,
         sampling=tuple(row.sampling for row in rows),
         output_indices=tuple(row.output_index for row in rows),
         page_size=page_size,
+        swa=_page_table(rows, swa_pages, positions, page_size) if swa_pages else None,
+        state_slots=state_slots if state_slots.any() else None,
+        state_copies=state_copies,
     )
 
 
-def _offsets(lengths: I32) -> I32:
-    return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
+def _page_table(rows: list[BatchRow], held: list[I32], positions: list[I64], page_size: int) -> PageTable:
+    """Of rows that all hold the pages of their length, or all none."""
+    paged = any(len(pages) for pages in held)
+    for row, pages in zip(rows, held, strict=True):
+        needed = pages_for_tokens(row.kv_len, page_size) if paged else 0
+        assert len(pages) == needed, (row.key, row.kv_len, len(pages))
+    slots = [
+        pages[at // page_size].astype(np.int64) * page_size + at % page_size if paged else np.zeros_like(at)
+        for pages, at in zip(held, positions, strict=True)
+    ]
+    return PageTable(
+        slots=np.concatenate(slots),
+        page_offsets=_offsets([len(pages) for pages in held]),
+        page_ids=np.concatenate(held).astype(np.int32),
+    )
+
+
+def _offsets(lengths: list[int]) -> I32:
+    return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(np.array(lengths, dtype=np.int32), dtype=np.int32)])
 
 
 @dataclass(frozen=True, slots=True)

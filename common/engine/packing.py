@@ -10,36 +10,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.common.engine.batch import I32, Batch
+from baton.common.engine.batch import I32, I64, Batch, PageTable
 from baton.common.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """B rows of one query token each, all of which want a token."""
+    """B rows of one query token each, all of which want a token. The optional fields are those of `Batch`."""
 
     keys: tuple[int, ...]
     input_ids: list[int]
     kv_lens: I32  # [B] after the step
-    page_ids: I32  # the pages of [0, kv_len) of each row, one row after the other
+    page_ids: I32  # the main component's pages of [0, kv_len) of each row, one row after the other; [0] without any
     sampling: tuple[SamplingParams | None, ...]
     output_indices: tuple[int, ...]
+    swa_page_ids: I32 | None = None  # as page_ids; 0 where a page is dead
+    state_slots: I32 | None = None  # [B]
+    state_copies: I32 | None = None  # [n, 2]
 
 
 def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:
     """Asserts that there are exactly as many pages as the lengths need."""
     count = len(rows.keys)
-    page_counts = (rows.kv_lens + (page_size - 1)) // page_size
-    page_offsets = np.zeros(count + 1, dtype=np.int32)
-    np.cumsum(page_counts, out=page_offsets[1:])
-    assert page_offsets[-1] == len(rows.page_ids), (int(page_offsets[-1]), len(rows.page_ids))
     positions = rows.kv_lens.astype(np.int64) - 1
-    last_pages = rows.page_ids[page_offsets[1:] - 1].astype(np.int64)
+    page_offsets = np.zeros(count + 1, dtype=np.int32)
+    if len(rows.page_ids):
+        np.cumsum((rows.kv_lens + (page_size - 1)) // page_size, out=page_offsets[1:])
+        slots = _last_slots(rows.page_ids, page_offsets, positions, page_size)
+    else:
+        slots = np.zeros(count, dtype=np.int64)
+    swa = None
+    if rows.swa_page_ids is not None:
+        swa_slots = _last_slots(rows.swa_page_ids, page_offsets, positions, page_size)
+        swa = PageTable(swa_slots, page_offsets, rows.swa_page_ids)
     return Batch(
         keys=rows.keys,
         input_ids=np.array(rows.input_ids, dtype=np.int64),
         positions=positions,
-        slots=last_pages * page_size + positions % page_size,
+        slots=slots,
         q_offsets=np.arange(count + 1, dtype=np.int32),
         kv_lens=rows.kv_lens,
         page_offsets=page_offsets,
@@ -47,12 +55,32 @@ def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:
         sampling=rows.sampling,
         output_indices=rows.output_indices,
         page_size=page_size,
+        swa=swa,
+        state_slots=rows.state_slots,
+        state_copies=rows.state_copies,
     )
 
 
+def _last_slots(page_ids: I32, page_offsets: I32, positions: I64, page_size: int) -> I64:
+    """Where the one token of each row is written."""
+    assert page_offsets[-1] == len(page_ids), (int(page_offsets[-1]), len(page_ids))
+    slots: I64 = page_ids[page_offsets[1:] - 1].astype(np.int64) * page_size + positions % page_size
+    return slots
+
+
 def join_batches(first: Batch, second: Batch) -> Batch:
-    """The rows of both, `first` before `second`."""
+    """The rows of both, `first` before `second`; both of one model."""
     assert first.page_size == second.page_size
+    swa = None
+    if first.swa is not None or second.swa is not None:
+        assert first.swa is not None, "either all rows have a sliding window or none"
+        assert second.swa is not None, "either all rows have a sliding window or none"
+        swa = PageTable(
+            np.concatenate((first.swa.slots, second.swa.slots)),
+            _join_offsets(first.swa.page_offsets, second.swa.page_offsets),
+            np.concatenate((first.swa.page_ids, second.swa.page_ids)),
+        )
+    assert (first.state_slots is None) == (second.state_slots is None), "either all rows have a state or none"
     return Batch(
         keys=first.keys + second.keys,
         input_ids=np.concatenate((first.input_ids, second.input_ids)),
@@ -65,8 +93,17 @@ def join_batches(first: Batch, second: Batch) -> Batch:
         sampling=first.sampling + second.sampling,
         output_indices=first.output_indices + second.output_indices,
         page_size=first.page_size,
+        swa=swa,
+        state_slots=_join(first.state_slots, second.state_slots),
+        state_copies=_join(first.state_copies, second.state_copies),
     )
 
 
 def _join_offsets(first: I32, second: I32) -> I32:
     return np.concatenate((first, second[1:] + first[-1]))
+
+
+def _join(first: I32 | None, second: I32 | None) -> I32 | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate((first, second))
