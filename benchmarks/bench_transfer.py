@@ -28,6 +28,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import CONTROLLER, Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.kv.layout import Component
 from baton.common.messages import FinishAck, Hello, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion, SinkCommitted
 from baton.transfer.io import IoThread
@@ -145,7 +146,7 @@ def open_sink(handoff: int, pages: np.ndarray) -> OpenSink:
         request_id=RequestId(str(handoff)),
         tokens=np.zeros(len(pages), dtype=np.int32),
         start=0,
-        pages=pages,
+        pages={Component.FULL: pages},
         sample=False,
         sampling=SamplingParams(),
         deadline_s=time.monotonic() + 60.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest, Incoming
@@ -44,7 +45,7 @@ class Handoffs:
             request_id=request.key[0],
             tokens=request.fill_tokens,
             start=start,
-            pages=pool.pages_of(request.record, start, request.fill_len),
+            pages={Component.FULL: pool.pages_of(request.record, start, request.fill_len)},
             sample=request.wants_first_token,
             sampling=request.sampling,
             deadline_s=deadline_s,

@@ -5,16 +5,21 @@ Ownership across this border (KV_CONTRACT: "incoming", "outgoing"):
   bytes landed and verified) or `SinkFailed` (no one writes them any more). Never with a timer alone.
 - After the first `ShipRegion` the source pages belong to the hand-off. They come back with exactly one
   `SourceReleased` (the receiver has it) or `SourceAborted` (no one reads them any more).
+
+What one hand-off moves is `plan.segments_of(layout, start, total)`: one segment per component of the model. A state's
+"page" is its slot. Both engines and both ends of the transfer plane compute the same segments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import Failure, SamplingParams, TokenLogprob
 
 I32 = npt.NDArray[np.int32]
@@ -35,15 +40,15 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class OpenSink:
-    """Ask `peer` for the KV of tokens [start, len(tokens)). `pages` are the destination pages of exactly that range
-    (start is page-aligned). At most one open sink per hand-off id at a time."""
+    """Ask `peer` for the KV of tokens [start, len(tokens)). `pages` are the destination pages of exactly the segments
+    of that range (start is page-aligned), by component. At most one open sink per hand-off id at a time."""
 
     key: HandoffKey
     peer: WorkerId
     request_id: RequestId
     tokens: I32
     start: int
-    pages: I32
+    pages: Mapping[Component, I32]
     sample: bool
     sampling: SamplingParams
     deadline_s: float  # on the local clock
@@ -62,7 +67,7 @@ class AbortSink:
 
 @dataclass(frozen=True, slots=True)
 class SinkCommitted:
-    """All of [start, total) is in the pages. They are the request's now."""
+    """All segments of [start, total) are in the pages. They are the request's now."""
 
     key: HandoffKey
     peer: WorkerId
@@ -75,7 +80,8 @@ class SinkCommitted:
 
 @dataclass(frozen=True, slots=True)
 class SinkFailed:
-    """Over without commit, and fenced: nobody writes the pages. [start, landed_until) did land and is valid."""
+    """Over without commit, and fenced: nobody writes the pages. [start, landed_until) did land and is valid. Of a model
+    with sliding or recurrent layers that is nothing: what they keep is only good for the whole of the tokens."""
 
     key: HandoffKey
     peer: WorkerId
@@ -132,18 +138,20 @@ class SourceStopping:
 
 @dataclass(frozen=True, slots=True)
 class ShipRegion:
-    """Tokens [first_token, first_token + tokens) are computed and lie in `pages`. Ranges follow one another without
-    gap from `start`; every boundary but the last is page-aligned."""
+    """Tokens [first_token, first_token + tokens) are computed, and what `component` keeps of them lies in `pages`.
+    Ranges follow one another without gap through the segments of the hand-off, in the order of `Component`; every
+    boundary but a segment's last is page-aligned. A state is shipped once: its segment's tokens, and its slot."""
 
     key: HandoffKey
     first_token: int
     tokens: int
     pages: I32
+    component: Component = Component.FULL
 
 
 @dataclass(frozen=True, slots=True)
 class FinishSource:
-    """Everything was shipped; `result` goes with the Done message."""
+    """Every segment was shipped to its end; `result` goes with the Done message."""
 
     key: HandoffKey
     result: PrefillResult

@@ -27,6 +27,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import (
     Accept,
     Ack,
@@ -257,7 +258,7 @@ class Endpoint:
             request_id=command.request_id,
             tokens=pack_tokens(command.tokens),
             start=command.start,
-            pages=pack_tokens(command.pages),
+            pages=pack_tokens(command.pages[Component.FULL]),
             sample=command.sample,
             sampling=command.sampling,
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),

@@ -1,4 +1,4 @@
-"""Which pages hold which tokens of a hand-off, and how a span is cut into regions. Pure arithmetic on page ids.
+"""What a hand-off moves, which pages hold which of its tokens, and how a span is cut into regions. Pure arithmetic.
 
 Owns the cutting rule: a region never crosses a page, has at most `region_pages` of them, and only the last region of a
 hand-off may end inside one. Knows nothing of memory or peers. Both sides lay out a page alike (the layout fingerprint
@@ -9,9 +9,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.units import pages_for_tokens, whole_pages
 
 PAGE_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a hand-off moves of one component: what that keeps of tokens [first_token, end_token), in `units` pages. A
+    state is one unit, whatever its tokens."""
+
+    component: Component
+    first_token: int
+    end_token: int
+    units: int
+
+
+def segments_of(layout: KvLayout, start: int, total: int) -> tuple[Segment, ...]:
+    """All that a worker which has everything of tokens [0, start) needs to go on behind `total` tokens, in the order in
+    which it is sent. `start` is page-aligned. Sliding layers send the pages that are still live then, and none when
+    nothing is; a state goes whole."""
+    assert 0 <= start <= total, (start, total)
+    assert start % layout.page_size == 0, f"start {start} is not page-aligned"
+    segments = []
+    for component in layout.components:
+        first = max(start, layout.live_from(total)) if component is Component.SWA else start
+        units = 1 if component is Component.STATE else pages_for_tokens(total - first, layout.page_size)
+        if first < total:
+            segments.append(Segment(component, first, total, units))
+    return tuple(segments)
 
 
 @dataclass(frozen=True, slots=True)

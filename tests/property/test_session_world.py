@@ -20,6 +20,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import Failure, Frame, Member, SamplingParams, decode_frame, encode_frame, unpack_tokens
 from baton.common.units import page_floor, pages_for_tokens
 from baton.transfer.api import (
@@ -248,7 +249,7 @@ class DecodeNode(Node):
             RequestId(f"r{key.handoff}"),
             np.array(tokens, dtype=np.int32),
             start,
-            np.array(self.take_pages(count), dtype=np.int32),
+            {Component.FULL: np.array(self.take_pages(count), dtype=np.int32)},
             True,
             SamplingParams(),
             self.world.now + 30.0,
@@ -275,9 +276,9 @@ class DecodeNode(Node):
         assert command.start <= landed_until <= total
         assert landed_until == total or landed_until % page_size == 0
         for token in range(command.start, landed_until):
-            page = command.pages[(token - command.start) // page_size]
+            page = command.pages[Component.FULL][(token - command.start) // page_size]
             assert self.pages[page][token % page_size] == value_of(command.tokens.tolist(), token)
-        for page in command.pages.tolist():
+        for page in command.pages[Component.FULL].tolist():
             del self.pages[page]  # whoever touches it now fails with KeyError
         if isinstance(event, SinkCommitted):
             assert event.result.first_token == FIRST_TOKEN

@@ -17,6 +17,7 @@ from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     Body,
@@ -298,7 +299,7 @@ class Rig:
         assert region.first_token == handoff.shipped, "regions follow one another without gap"
         size = self.decode.pool.page_size
         first = (region.first_token - handoff.open.start) // size
-        target = handoff.open.pages[first : first + len(region.pages)]
+        target = handoff.open.pages[Component.FULL][first : first + len(region.pages)]
         self.decode.runner.memory.main.as_bytes()[target] = self.prefill.runner.memory.main.as_bytes()[region.pages]
         handoff.shipped += region.tokens
 

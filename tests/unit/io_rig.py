@@ -17,6 +17,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.kv.layout import Component
 from baton.common.messages import Body, Heartbeat, Hello, Load, Member, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
 from baton.transfer.io import IoThread
@@ -200,7 +201,7 @@ def open_sink(sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0
         request_id=RequestId(f"r{handoff}"),
         tokens=np.arange(tokens, dtype=np.int32),
         start=start,
-        pages=np.arange(100, 100 - pages, -1, dtype=np.int32),
+        pages={Component.FULL: np.arange(100, 100 - pages, -1, dtype=np.int32)},
         sample=True,
         sampling=SamplingParams(),
         deadline_s=time.monotonic() + ttl_s,
@@ -211,7 +212,7 @@ def open_sink(sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0
 
 def expected_pages(command: OpenSink, seed: int = 5) -> np.ndarray:
     first = command.start // PAGE_SIZE
-    return random_pool(NUM_PAGES, PAGE_BYTES, seed)[1 + first : 1 + first + len(command.pages)]
+    return random_pool(NUM_PAGES, PAGE_BYTES, seed)[1 + first : 1 + first + len(command.pages[Component.FULL])]
 
 
 def _run_prefill(pipe: Connection, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool) -> None:

@@ -23,6 +23,7 @@ from baton.common.engine.fake_runner import fake_answer, fake_generate
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId
 from baton.common.kv.census import OwnerClass
+from baton.common.kv.layout import Component
 from baton.common.messages import CancelRequest, FinishAck, Output, SamplingParams, Submitted
 from baton.transfer.api import AbortSink, OfferReceived, OpenSink, ShipRegion
 
@@ -467,7 +468,8 @@ def test_all_landed_but_no_first_token(another: bool) -> None:
         OfferReceived(opened.key, DECODE, opened.request_id, opened.tokens, 0, True, opened.sampling, opened.deadline_s)
     )
     shipped = [effect for effect in source.step() or [] if isinstance(effect, ShipRegion)]
-    rig.decode.runner.memory.main.as_bytes()[opened.pages] = source.runner.memory.main.as_bytes()[shipped[0].pages]
+    target, there = opened.pages[Component.FULL], source.runner.memory.main.as_bytes()
+    rig.decode.runner.memory.main.as_bytes()[target] = there[shipped[0].pages]
     rig.handoffs[opened.key].shipped = 20
     rig.version += 1
     if another:

@@ -9,6 +9,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import (
     Accept,
     Ack,
@@ -99,7 +100,7 @@ def offer(number: int = 1, **changes: object) -> Offer:
 
 
 def open_sink(number: int = 1, peer: WorkerId = PEER.worker, deadline_s: float = 100.0) -> OpenSink:
-    tokens, pages = np.arange(10, dtype=np.int32), np.array([3, 5], dtype=np.int32)
+    tokens, pages = np.arange(10, dtype=np.int32), {Component.FULL: np.array([3, 5], dtype=np.int32)}
     sampling = SamplingParams()
     return OpenSink(key(number), peer, RequestId("r"), tokens, 4, pages, True, sampling, deadline_s)
 

@@ -25,6 +25,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import PROTOCOL_VERSION, Body, CancelRequest, Frame, Heartbeat, Member, Membership, Reject
 from baton.transfer.api import SinkCommitted, SinkFailed, SourceAborted, SourceReleased
 from baton.transfer.io import IoThread, NotAdmitted
@@ -79,13 +80,14 @@ def test_hand_offs_arrive_whole_and_both_sides_are_told(lane: str, controller: S
         assert {event.lane for event in committed} == {lane}
         assert {event.result.first_token for event in committed} == {77}
         largest = commands[-1]  # the others have written some of the same pages, with the same or older content
-        assert sum(event.nbytes for event in committed) == sum(len(c.pages) for c in commands) * PAGE_BYTES
+        moved = sum(len(command.pages[Component.FULL]) for command in commands)
+        assert sum(event.nbytes for event in committed) == moved * PAGE_BYTES
         prefill.events.wait(SourceReleased, 4)
         decode.pool[:] = 0
         again = open_sink(decode, "prefill-0", len(largest.tokens), 99)
         decode.events.wait(SinkCommitted, 5)
-        assert np.array_equal(decode.pool[again.pages], expected_pages(again))
-        assert not decode.pool[np.setdiff1d(np.arange(NUM_PAGES), again.pages)].any()
+        assert np.array_equal(decode.pool[again.pages[Component.FULL]], expected_pages(again))
+        assert not decode.pool[np.setdiff1d(np.arange(NUM_PAGES), again.pages[Component.FULL])].any()
         assert not decode.events.of(SinkFailed)
         check_counters(decode, prefill, lane)
     finally:
@@ -117,8 +119,8 @@ def test_a_hand_off_between_processes_and_a_death_in_the_next(lane: str, control
         wait_for_peer(decode)
         command = open_sink(decode, "prefill-0", 301, 1)
         [event] = decode.events.wait(SinkCommitted)
-        assert (event.lane, event.nbytes) == (lane, len(command.pages) * PAGE_BYTES)
-        assert np.array_equal(decode.pool[command.pages], expected_pages(command))
+        assert (event.lane, event.nbytes) == (lane, len(command.pages[Component.FULL]) * PAGE_BYTES)
+        assert np.array_equal(decode.pool[command.pages[Component.FULL]], expected_pages(command))
         prefill.kill()
         controller.remove("prefill-0")
         decode.events.wait_view(lambda view: len(view.members) == 1)
@@ -143,8 +145,8 @@ def test_a_source_killed_midway_fails_the_sink_with_what_had_landed(lane: str, c
         controller.remove("prefill-0")
         [failed] = decode.events.wait(SinkFailed)
         assert (failed.peer_lost, failed.landed_until) == (True, 20)
-        assert np.array_equal(decode.pool[command.pages[:5]], expected_pages(command)[:5])
-        assert not decode.pool[command.pages[5:]].any()
+        assert np.array_equal(decode.pool[command.pages[Component.FULL][:5]], expected_pages(command)[:5])
+        assert not decode.pool[command.pages[Component.FULL][5:]].any()
         wait_until(lambda: slots_free(decode))
     finally:
         decode.close()

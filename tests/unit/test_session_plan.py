@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import pack_tokens, unpack_tokens
 from baton.common.units import pages_for_tokens
-from baton.transfer.plan import Span, cut_into_regions, pages_of_span
+from baton.transfer.plan import Segment, Span, cut_into_regions, pages_of_span, segments_of
 
 
 @given(
@@ -37,3 +38,25 @@ def test_pages_outside_of_what_is_held_are_an_error() -> None:
     for first_token, tokens in ((12, 5), (4, 4), (9, 1)):
         with pytest.raises(AssertionError):
             pages_of_span(8, pages, first_token, tokens, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "start", "total", "expected"),
+    [
+        (KvLayout(4), 0, 10, [("full", 0, 10, 3)]),
+        (KvLayout(4), 8, 10, [("full", 8, 10, 1)]),
+        (KvLayout(4), 8, 8, []),
+        (KvLayout(4, window=5), 0, 18, [("full", 0, 18, 5), ("swa", 12, 18, 2)]),
+        (KvLayout(4, window=5), 16, 18, [("full", 16, 18, 1), ("swa", 16, 18, 1)]),  # the rest of the window is there
+        (KvLayout(4, window=1), 0, 8, [("full", 0, 8, 2)]),  # the next query sees nothing but itself
+        (KvLayout(1, full=False, window=3), 0, 9, [("swa", 7, 9, 2)]),
+        (KvLayout(4, state=True), 4, 10, [("full", 4, 10, 2), ("state", 4, 10, 1)]),
+        (KvLayout(4, full=False, state=True), 0, 10, [("state", 0, 10, 1)]),
+        (KvLayout(4, full=False, state=True), 8, 8, []),
+        (KvLayout(1, window=2, state=True), 0, 3, [("full", 0, 3, 3), ("swa", 2, 3, 1), ("state", 0, 3, 1)]),
+    ],
+)
+def test_what_a_hand_off_moves(
+    layout: KvLayout, start: int, total: int, expected: list[tuple[str, int, int, int]]
+) -> None:
+    assert segments_of(layout, start, total) == tuple(Segment(Component(name), *rest) for name, *rest in expected)
