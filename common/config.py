@@ -57,6 +57,9 @@ class DecodeConfig:
     num_reserved_decode_tokens: int = 512  # room for growth kept per active request at admission
     local_prefill_max_tokens: int = 0  # uncached prompt parts up to this are prefilled here, not handed over
     chunk_tokens: int = 256  # most query tokens of a local prefill in one step
+    max_sessions: int = 256  # conversations whose KV is kept between turns; 0: none
+    session_ttl_s: float = 600.0  # and so long
+    lost_session: Literal["prefill", "fail"] = "prefill"  # a later turn whose KV is gone: computed again, or refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,8 @@ class GatewayConfig:
     max_inflight_requests: int = 512
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 << 20
+    max_sessions: int = 4096  # open conversations; their KV is bounded by decode_worker.max_sessions
+    session_ttl_s: float = 3600.0  # a session that is not used so long is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +207,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("decode_worker.max_running_requests", config.decode_worker.max_running_requests),
         ("decode_worker.max_queued_requests", config.decode_worker.max_queued_requests),
         ("decode_worker.chunk_tokens", config.decode_worker.chunk_tokens),
+        ("decode_worker.session_ttl_s", config.decode_worker.session_ttl_s),
         ("transfer.region_bytes", config.transfer.region_bytes),
         ("transfer.credit_regions", config.transfer.credit_regions),
         ("transfer.resend_after_s", config.transfer.resend_after_s),
@@ -216,6 +222,8 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
+        ("gateway.max_sessions", config.gateway.max_sessions),
+        ("gateway.session_ttl_s", config.gateway.session_ttl_s),
     ]
 
 
@@ -223,4 +231,5 @@ def _natural_settings(config: ClusterConfig) -> list[tuple[str, int]]:
     return [
         ("decode_worker.num_reserved_decode_tokens", config.decode_worker.num_reserved_decode_tokens),
         ("decode_worker.local_prefill_max_tokens", config.decode_worker.local_prefill_max_tokens),
+        ("decode_worker.max_sessions", config.decode_worker.max_sessions),
     ]

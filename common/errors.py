@@ -22,6 +22,9 @@ class ErrorCode(StrEnum):
     TRANSFER_CORRUPT = "transfer_corrupt"
     OUT_OF_PAGES = "out_of_pages"
     DRAINING = "draining"
+    SESSION_NOT_FOUND = "session_not_found"
+    SESSION_BUSY = "session_busy"
+    SESSION_LOST = "session_lost"  # its KV is gone, and the configuration says not to compute it again
     INTERNAL = "internal"
 
 

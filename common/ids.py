@@ -20,6 +20,11 @@ CONTROLLER = WorkerId("controller")
 RequestId = NewType("RequestId", str)
 """Chosen by the gateway, never by a client. Compared exactly."""
 
+SessionId = NewType("SessionId", str)
+"""A conversation whose KV is kept between turns. Chosen by the gateway; random, so that it cannot be guessed."""
+
+NO_SESSION = SessionId("")
+
 HandoffId = NewType("HandoffId", int)
 """Random 63 bits, chosen by the decode worker; one per request and stay on that worker."""
 

@@ -25,6 +25,7 @@ MAX_REGION_PAGES = 1 << 16
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 PageIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_PAGES)]
 ShortStr = Annotated[str, Meta(max_length=256)]
+SessionIdStr = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -179,6 +180,8 @@ class Submit(_Message, frozen=True, kw_only=True):
     sampling: SamplingParams
     ttl_s: Seconds  # deadline, as time left: clocks are not shared
     prefill_worker: WorkerId | None = None  # the router's choice; decode may pick another when it is gone
+    session_id: SessionIdStr = ""  # the conversation this is a turn of; "": none
+    session_turn: Count = 0  # turns of it that were answered before
 
 
 class Submitted(_Message, frozen=True, kw_only=True):
@@ -218,10 +221,18 @@ class FinishAck(_Message, frozen=True, kw_only=True):
 
 
 class CancelRequest(_Message, frozen=True, kw_only=True):
-    """gateway -> decode; legal before Submit (tombstone). Answered by a last Output with failure `cancelled`."""
+    """gateway -> decode; legal before Submit (tombstone). Answered by a last Output with failure `cancelled`.
+    `answered`: the gateway has the whole answer (it found a stop string), so a session keeps the turn."""
 
     request_id: RequestId
     placement: Count
+    answered: bool = False
+
+
+class CloseSession(_Message, frozen=True, kw_only=True):
+    """gateway -> decode: no turn will follow. May be lost: the session's time ends it, too."""
+
+    session_id: SessionIdStr
 
 
 # ----------------------------------------------------------------------------------- decode <-> prefill
@@ -339,6 +350,7 @@ Body = (
     | Resume
     | FinishAck
     | CancelRequest
+    | CloseSession
     | Offer
     | Accept
     | Refuse

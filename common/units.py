@@ -19,6 +19,11 @@ def page_floor(tokens: int, page_size: int) -> int:
     return tokens // page_size * page_size
 
 
+def page_ceil(tokens: int, page_size: int) -> int:
+    """The smallest multiple of ``page_size`` that is not below ``tokens``."""
+    return -(-tokens // page_size) * page_size
+
+
 def format_bytes(count: float) -> str:
     """``3.2 MiB``; for people, never parsed."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -17,4 +17,4 @@ class DecodeActor(WorkerActor):
         return DecodeCore(stamp, pool, config.decode_worker, config.transfer, max_context_len)
 
     def max_rows(self, config: ClusterConfig) -> int:
-        return config.decode_worker.max_running_requests
+        return config.decode_worker.max_running_requests + config.decode_worker.max_sessions

@@ -24,6 +24,7 @@ from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.record import KvHolder, ReqKvInfo
 from baton.common.units import pages_for_tokens, whole_pages
+from baton.decode.sessions import SessionSlot
 
 MAX_BACKFILL = 16
 """Requests that may overtake one head of the queue. More would let small ones starve a large one."""
@@ -43,6 +44,8 @@ class Candidate:
     max_prefix: int
     total_len: int
     retracted: bool = False
+    slot: SessionSlot | None = None
+    """What the conversation's last turn left. It grows in place; whoever is admitted takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,11 @@ class Admitted:
 
 
 class Admission:
-    """One per decode core."""
+    """One per decode core. At most `max_active` requests own pages at a time."""
 
-    def __init__(self, pool: KvPool, num_reserved_decode_tokens: int) -> None:
+    def __init__(self, pool: KvPool, num_reserved_decode_tokens: int, max_active: int) -> None:
         self._pool = pool
+        self._max_active = max_active
         self._reserved_tokens = num_reserved_decode_tokens
         self._head: RequestId | None = None
         self._overtaken = 0
@@ -102,19 +106,22 @@ class Admission:
     def _pre_alloc(self, candidate: Candidate, load: _Load) -> PreAllocated | Refused:
         """The check and the act. On refusal nothing has changed."""
         pool, fill_len = self._pool, len(candidate.tokens)
-        if candidate.holder.kv is None:
+        holder = candidate.holder if candidate.slot is None else candidate.slot
+        if holder.kv is None:
             demand = pool.demand(candidate.tokens, fill_len, candidate.max_prefix)
             taken = demand.new_pages + demand.pinned_pages
         else:
-            held = pages_for_tokens(candidate.holder.kv.kv_allocated_len, pool.page_size)
+            held = pages_for_tokens(holder.kv.kv_allocated_len, pool.page_size)
             taken = max(0, pages_for_tokens(fill_len, pool.page_size) - held)
+        if load.active >= self._max_active:
+            return Refused(RefusalReason.NO_ROW)
         if load.active:
             growth = _growth_pages(fill_len, candidate.total_len, self._reserved_tokens, pool.page_size)
             room = max(load.growth_pages + growth, load.finish_alone_pages)
             short = taken + room - pool.available_pages
             if taken <= pool.available_pages and short > 0:
                 return Refused(RefusalReason.NO_ROOM_TO_GROW, short)
-        return pool.pre_alloc(candidate.holder, candidate.tokens, fill_len, candidate.max_prefix)
+        return pool.pre_alloc(holder, candidate.tokens, fill_len, candidate.max_prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.policy import finish_reason
 from baton.common.errors import ErrorCode
-from baton.common.ids import Stamp
+from baton.common.ids import SessionId, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.messages import (
     CancelRequest,
+    CloseSession,
     Failure,
     FinishAck,
     Load,
@@ -42,7 +43,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.common.units import page_floor, pages_for_tokens
+from baton.common.units import page_ceil, page_floor, pages_for_tokens
 from baton.decode.admission import ActiveRequest
 from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import NOT_HERE, Outbox
@@ -61,6 +62,7 @@ from baton.decode.request import (
     Times,
 )
 from baton.decode.retract import choose_victim
+from baton.decode.sessions import Sessions
 from baton.decode.steps import RUNNING, Steps
 from baton.decode.waiting import WaitingRequests
 from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
@@ -81,7 +83,8 @@ class DecodeCore:
         self._transfer = transfer
         self._max_context_len = max_context_len
         self._outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
-        self._waiting = WaitingRequests(pool, config.num_reserved_decode_tokens)
+        self._sessions = Sessions(pool, config.max_sessions, config.session_ttl_s)
+        self._waiting = WaitingRequests(pool, config, self._sessions)
         self._handoffs = Handoffs(stamp.epoch)
         self._peers = Peers()
         self._compute = Steps(pool, config.chunk_tokens)
@@ -103,7 +106,10 @@ class DecodeCore:
                     case Submit():
                         self._on_submit(sender, body, now)
                     case CancelRequest():
-                        self._on_cancel(sender, (body.request_id, body.placement), now)
+                        self._on_cancel(sender, body, now)
+                    case CloseSession():
+                        self._sessions.close(SessionId(body.session_id))
+                        self._waiting.stir()
                     case Resume():
                         self._on_resume(sender, body)
                     case FinishAck():
@@ -118,6 +124,8 @@ class DecodeCore:
                 self._on_view(event, now)
             case Drain():
                 self._draining = True
+                while self._sessions.release_oldest():
+                    pass
             case _:
                 raise TypeError(f"a decode core cannot handle {event!r}")
         self._admit(now)
@@ -128,13 +136,14 @@ class DecodeCore:
             reason = "no complete answer within the request's time"
             self._fail(self._requests[key], ErrorCode.DEADLINE_EXCEEDED, reason, now)
         self._outbox.on_timer(now)
+        self._sessions.expire(now)
         self._admit(now)
         return self._take_out()
 
     def next_deadline(self) -> float | None:
         if self._outbox.waiting or self._commands:
             return 0.0
-        due = (self._deadlines.next_s(), self._outbox.next_deadline())
+        due = (self._deadlines.next_s(), self._outbox.next_deadline(), self._sessions.next_deadline())
         return min((at_s for at_s in due if at_s is not None), default=None)
 
     def _take_out(self) -> list[object]:
@@ -174,6 +183,7 @@ class DecodeCore:
             stop_ids=frozenset(message.sampling.stop_token_ids),
             limit=min(message.sampling.max_tokens, self._max_context_len - len(message.prompt) // 4),
             inherited=len(outputs),
+            session_id=SessionId(message.session_id),
         )
         self._requests[key] = request
         self._deadlines.set(key, request.deadline_s)
@@ -192,17 +202,22 @@ class DecodeCore:
             return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
         if prompt >= self._max_context_len or pages_for_tokens(prompt, self.pool.page_size) > self.pool.total_pages:
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{prompt} tokens never fit this worker")
+        lost = message.session_turn > 0 and self._sessions.find(SessionId(message.session_id)) is None
+        if lost and self._config.lost_session == "fail":
+            return Failure(code=ErrorCode.SESSION_LOST, reason="this conversation's KV is not kept here any more")
         if len(self._waiting) >= self._config.max_queued_requests:
             return Failure(code=ErrorCode.OVERLOADED, reason=f"{len(self._waiting)} requests are waiting here")
         return None
 
-    def _on_cancel(self, sender: Stamp, key: RequestKey, now: float) -> None:
+    def _on_cancel(self, sender: Stamp, message: CancelRequest, now: float) -> None:
+        key = (message.request_id, message.placement)
         request = self._requests.get(key)
         if request is None:
             self._outbox.bury(key, now)
             self._outbox.refuse(sender, key, NOT_HERE)
         elif request.gateway == sender:
             if request.final is None:
+                request.answered = message.answered
                 self._fail(request, ErrorCode.CANCELLED, "cancelled by the gateway", now)
             else:
                 self._outbox.resume(request, len(request.outputs))
@@ -231,7 +246,8 @@ class DecodeCore:
         return finish_reason(len(request.outputs), last, request.sampling, len(request.prompt), self._max_context_len)
 
     def _finish(self, request: DecodeRequest, reason: str, now: float, first_index: int | None = None) -> None:
-        """The answer is complete; its KV stays cached."""
+        """The answer is complete; its KV stays, with the session or in the cache."""
+        request.answered = True
         self._conclude(request, reason, None, now, first_index)
 
     def _fail(self, request: DecodeRequest, code: ErrorCode, reason: str, now: float) -> None:
@@ -252,14 +268,14 @@ class DecodeCore:
             timeline=request.timeline(now, self._stamp.worker),
         )
         first = len(request.outputs) if first_index is None else first_index
-        self._let_go(request, failure)
+        self._let_go(request, failure, now)
         self._outbox.finish(request, final, first, now)
 
-    def _let_go(self, request: DecodeRequest, failure: Failure | None) -> None:
+    def _let_go(self, request: DecodeRequest, failure: Failure | None, now: float) -> None:
         match request.state:
             case Queued():
                 self._waiting.discard(request)
-                self._done(request)
+                self._done(request, now)
             case Incoming(key):
                 assert failure is not None
                 self._commands.append(AbortSink(key, failure))
@@ -269,16 +285,20 @@ class DecodeCore:
                 if self._compute.uses(request):
                     request.state = _LEAVING
                 else:
-                    self._done(request)
+                    self._done(request, now)
             case Stopping() | Leaving() | Done():
                 raise AssertionError(f"{request.key} has let go already: {request.state}")
             case _:
                 assert_never(request.state)
 
-    def _done(self, request: DecodeRequest) -> None:
-        """Nobody else uses its pages: what is valid goes to the tree, the rest is freed."""
+    def _done(self, request: DecodeRequest, now: float) -> None:
+        """Nobody else uses its pages: they stay with the session; else what is valid goes to the tree and the rest is
+        freed."""
         if request.kv is not None:
-            self.pool.release_kv_cache(request, request.known_tokens)
+            if request.session_id and request.answered and not self._draining:
+                self._sessions.keep(request, now)
+            else:
+                self.pool.release_kv_cache(request, request.known_tokens)
             self._waiting.stir()
         request.state = Done()
         self._drop_if_over(request)
@@ -298,9 +318,11 @@ class DecodeCore:
         while (verdict := self._waiting.admit(self._active())) is not None:
             request, allocation = verdict
             if isinstance(allocation, PreAllocated):
-                self._start(request, allocation, now)
+                self._start(request, now)
             elif allocation.reason is RefusalReason.TOO_LONG:
                 self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
+            elif allocation.reason is not RefusalReason.NO_ROW and self._sessions.release_oldest():
+                self._waiting.stir()  # who waits goes before who may come back
             elif request.times.refused_since_s is None:
                 request.times.refused_since_s = now
 
@@ -311,7 +333,7 @@ class DecodeCore:
                 total = request.kv.kv_allocated_len if ends else request.total_len
                 yield ActiveRequest(request.kv, total, request.state is RUNNING)
 
-    def _start(self, request: DecodeRequest, allocation: PreAllocated, now: float) -> None:
+    def _start(self, request: DecodeRequest, now: float) -> None:
         assert isinstance(request.state, Queued), request.state
         times = request.times
         times.queue_s += now - request.state.since_s
@@ -319,7 +341,7 @@ class DecodeCore:
             times.reserve_wait_s += now - times.refused_since_s
             times.refused_since_s = None
         request.begin_count()
-        request.count_tokens(0, allocation.prefix_len, "cached_tokens")
+        request.count_tokens(0, request.record.kv_committed_len, "cached_tokens")
         request.handoff = self._handoffs.new_id()
         request.attempt = 0
         request.tried.clear()
@@ -329,16 +351,23 @@ class DecodeCore:
 
     def _fill(self, request: DecodeRequest, now: float) -> None:
         """Gets the KV that is still missing: from nobody, from here, or from a prefill worker not tried yet."""
-        missing = request.fill_len - request.record.kv_committed_len
+        known = request.record.kv_committed_len
+        missing = request.fill_len - known
         peer = self._peers.prefill_for(request) if missing > self._config.local_prefill_max_tokens else None
         if missing == 0:
             self._run(request, now)
         elif peer is None:
-            request.state = Prefilling()
-            self._compute.prefilling.append(request)
+            self._prefill_here(request, request.fill_len)
+        elif known % self.pool.page_size:
+            # Hand-offs move whole pages: the rest of a page that is known in part is computed, not sent once more.
+            self._prefill_here(request, min(request.fill_len, page_ceil(known, self.pool.page_size)))
         else:
             deadline_s = min(request.deadline_s, now + self._transfer.handoff_ttl_s)
             self._commands.append(self._handoffs.open(request, peer, self.pool, deadline_s))
+
+    def _prefill_here(self, request: DecodeRequest, until: int) -> None:
+        request.state = Prefilling(until)
+        self._compute.prefilling.append(request)
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request = self._handoffs.close(event.key)
@@ -355,7 +384,7 @@ class DecodeCore:
                 times.prefill_s += event.result.prefill_s
                 self._run(request, now, event.result.first_token, event.result.logprob)
             case Stopping():
-                self._done(request)
+                self._done(request, now)
             case _:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
@@ -371,7 +400,7 @@ class DecodeCore:
             case Incoming():
                 self._fill(request, now)
             case Stopping():
-                self._done(request)
+                self._done(request, now)
             case _:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
@@ -385,7 +414,8 @@ class DecodeCore:
         self, request: DecodeRequest, now: float, first_token: int = -1, logprob: TokenLogprob | None = None
     ) -> None:
         """All KV is there. The prompt is shared with others from here on."""
-        self.pool.cache_unfinished_req(request, request.fill_tokens)
+        if request.session_protected_len is None:  # a later turn keeps what the first one shared
+            self.pool.cache_unfinished_req(request, request.fill_tokens)
         request.state = RUNNING
         request.times.running_since_s = now
         request.times.counted = True
@@ -402,6 +432,8 @@ class DecodeCore:
     def _make_room(self, request: DecodeRequest, refused: Refused, now: float) -> bool:
         """Retracts somebody, perhaps `request` itself. False when nobody can be: then it waits for a hand-off to end,
         or fails when there is nothing to wait for."""
+        if refused.reason is RefusalReason.NO_PAGES and self._sessions.release_oldest():
+            return True
         victim = choose_victim([*self._compute.running, *self._compute.prefilling])
         if victim is not None and refused.reason is RefusalReason.NO_PAGES:
             self._retract(victim, now)
@@ -415,6 +447,7 @@ class DecodeCore:
         """Gives its pages back; it comes again as a request whose outputs are known."""
         self._compute.remove(request)
         self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
+        request.session_protected_len = None
         times = request.times
         times.retractions += 1
         if times.running_since_s is not None:
@@ -435,7 +468,7 @@ class DecodeCore:
                     request, result.tokens[index], result.logprobs[index], now, packed[4 * index : 4 * index + 4]
                 )
             else:
-                self._done(request)
+                self._done(request, now)
         if chunks:
             self._on_chunks(chunks, result, len(rows), now)
         self._admit(now)
@@ -446,13 +479,18 @@ class DecodeCore:
         per_token_s = result.compute_s / (first + sum(computed))
         for index, (request, end) in enumerate(chunks):
             if request.state is _LEAVING:
-                self._done(request)
+                self._done(request, now)
                 continue
             request.times.prefill_s += per_token_s * computed[index]
             request.count_tokens(request.record.kv_committed_len, end, "local_tokens")
             self.pool.commit_incoming(request.record, end)
-            if end == request.fill_len:
-                self._compute.remove(request)
+            assert isinstance(request.state, Prefilling), request.state
+            if end < request.state.until:
+                continue
+            self._compute.remove(request)
+            if end < request.fill_len:
+                self._fill(request, now)
+            else:
                 self._run(request, now, result.tokens[first + index], result.logprobs[first + index])
 
     def _append(
@@ -484,6 +522,7 @@ class DecodeCore:
         for request in self._requests.values():
             if request.kv is not None:
                 yield Holding(_owner_class(request.state), f"{request.key[0]}#{request.key[1]}", request.kv)
+        yield from self._sessions.holdings()
 
     @property
     def idle(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.ids import HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.ids import NO_SESSION, HandoffId, HandoffKey, RequestId, SessionId, Stamp, WorkerId
 from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Output, SamplingParams, Timeline, TokenLogprob
 
@@ -41,7 +41,9 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """Its missing KV is computed here, chunk by chunk."""
+    """Its missing KV up to `until` is computed here, chunk by chunk."""
+
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ class DecodeRequest:
     inherited: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of outputs[inherited:], when asked for
     kv: ReqKvInfo | None = None
+    session_id: SessionId = NO_SESSION
+    session_protected_len: int | None = None  # what the conversation shares with the tree, from its second turn on
+    answered: bool = False  # it has an outcome, and that is its answer
     handoff: HandoffId | None = None  # one per stay: from admission until it is over or retracted
     attempt: int = 0  # the next one of this hand-off
     tried: set[Stamp] = field(default_factory=set)  # prefill workers that failed this stay

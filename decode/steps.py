@@ -13,7 +13,7 @@ from baton.common.engine.batch import Batch, BatchRow, pack_batch
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
 from baton.common.engine.policy import chunk_end
 from baton.common.kv.pool import KvPool, Refused
-from baton.decode.request import DecodeRequest, Running
+from baton.decode.request import DecodeRequest, Prefilling, Running
 
 RUNNING = Running()
 
@@ -93,12 +93,13 @@ class Steps:
         budget = self._chunk_tokens
         for request in self.prefilling:
             record = request.record
-            done, total = record.kv_committed_len, request.fill_len
+            assert isinstance(request.state, Prefilling), request.state
+            done, total = record.kv_committed_len, request.state.until
             end = chunk_end(done, total, budget, self._pool.page_size)
             if end == done:
                 break
             budget -= end - done
-            sampling = request.sampling if request.wants_first_token and end == total else None
+            sampling = request.sampling if request.wants_first_token and end == request.fill_len else None
             tokens = request.fill_tokens[done:end]
             rows.append(BatchRow(request.number, tokens, end, self._pool.pages_for_row(record, end), sampling))
             self._chunks.append((request, end))

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from baton.common.config import DecodeConfig
 from baton.common.kv.pool import KvPool, PreAllocated, Refused
 from baton.decode.admission import BACKFILL_WINDOW, ActiveRequest, Admission, Admitted, Candidate
 from baton.decode.request import DecodeRequest
+from baton.decode.sessions import Sessions
 
 
 class WaitingRequests:
     """`stir` says that something changed (pages came back, somebody arrived): until then a refusal stands."""
 
-    def __init__(self, pool: KvPool, num_reserved_decode_tokens: int) -> None:
-        self._admission = Admission(pool, num_reserved_decode_tokens)
+    def __init__(self, pool: KvPool, config: DecodeConfig, sessions: Sessions) -> None:
+        self._admission = Admission(pool, config.num_reserved_decode_tokens, config.max_running_requests)
+        self._sessions = sessions
         self._queue: list[DecodeRequest] = []
         self._may_fit = False
 
@@ -49,23 +52,32 @@ class WaitingRequests:
         if not self._queue or not self._may_fit:
             return None
         window = self._queue[: 1 + BACKFILL_WINDOW]
-        verdict = self._admission.admit([_candidate(one) for one in window], active)
+        candidates = [self._candidate(one) for one in window]
+        verdict = self._admission.admit(candidates, active)
         assert verdict is not None, "the queue is not empty"
         if isinstance(verdict, Admitted):
-            request = self._queue.pop(verdict.index)
+            request, slot = self._queue.pop(verdict.index), candidates[verdict.index].slot
+            if slot is not None:
+                self._sessions.lend(slot, request)
             return request, verdict.allocation
         self._may_fit = False
         return window[0], verdict
 
-
-def _candidate(request: DecodeRequest) -> Candidate:
-    fill = request.fill_tokens
-    return Candidate(
-        holder=request,
-        request_id=request.key[0],
-        tokens=fill,
+    def _candidate(self, request: DecodeRequest) -> Candidate:
+        fill = request.fill_tokens
         # Without outputs the last prompt token is computed again: its logits choose the first output.
-        max_prefix=len(fill) - 1 if request.wants_first_token else len(fill),
-        total_len=request.total_len,
-        retracted=request.times.retractions > 0,
-    )
+        max_prefix = len(fill) - 1 if request.wants_first_token else len(fill)
+        slot = self._sessions.find(request.session_id)
+        if slot is not None:
+            reusable = self._sessions.reusable(slot, fill[:max_prefix])
+            slot = slot if reusable else None
+            max_prefix = reusable if slot is not None else max_prefix
+        return Candidate(
+            holder=request,
+            request_id=request.key[0],
+            tokens=fill,
+            max_prefix=max_prefix,
+            total_len=request.total_len,
+            retracted=request.times.retractions > 0,
+            slot=slot,
+        )

@@ -48,6 +48,7 @@ class Params(TypedDict, total=False):
     stop_token_ids: list[int]
     ignore_eos: bool
     timeout_s: float
+    session_id: str
 
 
 class ClusterUnreachable(BatonError):
@@ -245,6 +246,14 @@ class AsyncClient:
         """Who holds one KV page of a worker, and since when; for people."""
         return str(msgspec.json.decode(await self._get(f"/kv/{worker}/{page}"))["owner"])
 
+    async def open_session(self) -> str:
+        """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""
+        return str(msgspec.json.decode(await self._call("POST", "/v1/sessions"))["id"])
+
+    async def close_session(self, session_id: str) -> None:
+        """Gives its KV back. One that is forgotten is closed when it has not been used for a while."""
+        await self._call("DELETE", f"/v1/sessions/{session_id}")
+
     async def model(self) -> str:
         """The name of the model that is served; asked once."""
         if self._model is None:
@@ -264,8 +273,11 @@ class AsyncClient:
         await self.aclose()
 
     async def _get(self, path: str) -> bytes:
+        return await self._call("GET", path)
+
+    async def _call(self, method: str, path: str) -> bytes:
         try:
-            response = await self._http.get(path)
+            response = await self._http.request(method, path)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if response.is_error:
@@ -402,6 +414,14 @@ class Client:
     def page_owner(self, worker: str, page: int) -> str:
         """Who holds one KV page of a worker, and since when; for people."""
         return self._run(self._client.page_owner(worker, page))
+
+    def open_session(self) -> str:
+        """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""
+        return self._run(self._client.open_session())
+
+    def close_session(self, session_id: str) -> None:
+        """Gives its KV back. One that is forgotten is closed when it has not been used for a while."""
+        self._run(self._client.close_session(session_id))
 
     def model(self) -> str:
         """The name of the model that is served."""

@@ -25,10 +25,11 @@ from baton.common.config import GatewayConfig, LivenessConfig, TransferConfig
 from baton.common.deadlines import Deadlines
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode
-from baton.common.ids import RequestId, Stamp, WorkerId
+from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp, WorkerId
 from baton.common.messages import (
     Body,
     CancelRequest,
+    CloseSession,
     Failure,
     FinishAck,
     Heartbeat,
@@ -45,6 +46,7 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.deploy.router import Candidate, choose
+from baton.deploy.session_book import Session, SessionBook
 
 MAX_PLACEMENTS = 16
 """Tries per request. Each costs a dead, draining or full worker; a request that uses them up is failed, not kept."""
@@ -55,6 +57,8 @@ took us for dead."""
 
 _LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
 """Refusals that waiting does not help against. A draining worker is replaced: its successor may take the request."""
+
+_WORTH_RETRYING = frozenset({ErrorCode.OVERLOADED, ErrorCode.SESSION_BUSY})
 
 _RELEASE_GRACE_S = 30.0
 _RETRY_AFTER_S = 1.0
@@ -127,6 +131,7 @@ class _Request:
     state: State
     placement: int = 0
     outputs: list[int] = field(default_factory=list)
+    session: Session | None = None
     refused_by: set[Stamp] = field(default_factory=set)
     last_refusal: Failure | None = None
 
@@ -137,6 +142,7 @@ class _Release:
 
     worker: Stamp
     expires_s: float
+    answered: bool  # the client has its answer: a session keeps the turn
 
 
 class GatewayCore:
@@ -159,6 +165,7 @@ class GatewayCore:
         self._silent: frozenset[WorkerId] = frozenset()
         self._loads: dict[Stamp, Load] = {}
         self._placed: dict[Stamp, int] = {}
+        self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
         self.stale_outputs = 0
 
     # ------------------------------------------------------------------------------------- from clients
@@ -170,15 +177,22 @@ class GatewayCore:
         sampling: SamplingParams,
         timeout_s: float,
         now: float,
+        session_id: SessionId = NO_SESSION,
+        owner: str = "",
     ) -> list[GatewayEffect]:
         """Admits a request, or ends it at once with the reason. The seed must be chosen already: it is the state that
-        makes a sampled answer continue identically elsewhere."""
+        makes a sampled answer continue identically elsewhere. A turn of a session names it, and who asks."""
         assert request_id not in self._requests, f"{request_id} is used twice"
         refusal = self._refusal(prompt)
+        session = None
+        if refusal is None and session_id:
+            begun = self._sessions.begin_turn(session_id, owner, request_id)
+            refusal, session = (begun, None) if isinstance(begun, Failure) else (None, begun)
         if refusal is not None:
-            retry_after_s = _RETRY_AFTER_S if refusal.code is ErrorCode.OVERLOADED else None
+            retry_after_s = _RETRY_AFTER_S if refusal.code in _WORTH_RETRYING else None
             return [RequestEnded(request_id, "", refusal, None, 0, retry_after_s)]
-        request = _Request(request_id, prompt, sampling, now + timeout_s, Waiting(now + self._worker_wait_s))
+        state = Waiting(now + self._worker_wait_s)
+        request = _Request(request_id, prompt, sampling, now + timeout_s, state, session=session)
         self._requests[request_id] = request
         self._deadlines.set(request_id, request.deadline_s)
         out: list[GatewayEffect] = []
@@ -202,14 +216,34 @@ class GatewayCore:
         out: list[GatewayEffect] = []
         if request is not None:
             ended = RequestEnded(request_id, "stop", None, None, request.placement + 1)
-            self._release_current(request, now, out)
+            self._release_current(request, now, out, answered=True)
             self._leave(request)
-            self._forget(request)
+            self._forget(request, now, out, answered_by=_worker_of(request))
             if isinstance(request.state, Waiting):
                 out.append(ended)
             else:
                 self._finished[request_id] = ended
         return out
+
+    # ------------------------------------------------------------------------------------------ sessions
+
+    def open_session(self, session_id: SessionId, owner: str, now: float) -> Failure | None:
+        """A conversation whose KV shall stay on its decode worker between turns. Or why there cannot be one more."""
+        return self._sessions.open(session_id, owner, now)
+
+    def close_session(self, session_id: SessionId, owner: str) -> list[GatewayEffect] | Failure:
+        """A turn that is under way is answered; its KV is not kept."""
+        session = self._sessions.find(session_id, owner)
+        if isinstance(session, Failure):
+            return session
+        self._sessions.close(session)
+        out: list[GatewayEffect] = []
+        self._close_slot(session, session.worker, out)
+        return out
+
+    def _close_slot(self, session: Session, worker: Stamp | None, out: list[GatewayEffect]) -> None:
+        if worker is not None and (member := self._members.get(worker.worker)) is not None and member.stamp == worker:
+            out.append(_to(worker, CloseSession(session_id=session.session_id)))
 
     # ----------------------------------------------------------------------------------- from the cluster
 
@@ -244,11 +278,18 @@ class GatewayCore:
             self._on_request_timer(self._requests[request_id], now, out)
         for key in self._release_timers.pop_due(now):
             self._on_release_timer(key, now, out)
+        for session in self._sessions.pop_expired(now):
+            self._close_slot(session, session.worker, out)
         return out
 
     def next_deadline(self) -> float | None:
         """When `on_timer` has something to do."""
-        due = (self._deadlines.next_s(), self._timers.next_s(), self._release_timers.next_s())
+        due = (
+            self._deadlines.next_s(),
+            self._timers.next_s(),
+            self._release_timers.next_s(),
+            self._sessions.next_deadline(),
+        )
         return min((at_s for at_s in due if at_s is not None), default=None)
 
     def load(self) -> Load:
@@ -283,7 +324,8 @@ class GatewayCore:
     def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         """Sends a waiting request to the best decode worker, if there is one."""
         assert isinstance(request.state, Waiting)
-        worker = choose(self._candidates("decode", request.refused_by), request.prompt)
+        candidates = self._candidates("decode", request.refused_by)
+        worker = self._session_worker(request, candidates) or choose(candidates, request.prompt)
         if worker is None:
             refusal = request.last_refusal
             if refusal is not None and refusal.code in _LASTING and self._candidates("decode", set()):
@@ -296,6 +338,13 @@ class GatewayCore:
         self._placed[stamp] = self._placed.get(stamp, 0) + 1
         self._send_submit(request, stamp, now, out)
 
+    def _session_worker(self, request: _Request, candidates: list[Candidate]) -> WorkerId | None:
+        """Who has the KV of the conversation so far."""
+        stamp = request.session.worker if request.session is not None else None
+        if stamp is None or not any(one.worker == stamp.worker for one in candidates):
+            return None
+        return stamp.worker if self._members[stamp.worker].stamp == stamp else None
+
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
         submit = Submit(
             request_id=request.request_id,
@@ -305,6 +354,8 @@ class GatewayCore:
             sampling=request.sampling,
             ttl_s=max(0.0, request.deadline_s - now),
             prefill_worker=choose(self._candidates("prefill", set()), request.prompt),
+            session_id=request.session.session_id if request.session is not None else NO_SESSION,
+            session_turn=request.session.turns if request.session is not None else 0,
         )
         out.append(_to(stamp, submit))
         self._timers.set(request.request_id, now + self._resend_s)
@@ -392,15 +443,16 @@ class GatewayCore:
         ended = RequestEnded(
             request.request_id, message.finish_reason, failure, message.timeline, request.placement + 1
         )
-        self._end(request, ended, out)
+        self._end(request, ended, now, out, answered_by=sender if failure is None else None)
 
     def _let_go(self, sender: Stamp, key: tuple[RequestId, int], last: Output | None, out: list[GatewayEffect]) -> None:
         """Answers a placement that is not current (G3)."""
+        release = self._releases.get(key)
         if last is None:
-            out.append(_to(sender, CancelRequest(request_id=key[0], placement=key[1])))
+            answered = release is not None and release.answered
+            out.append(_to(sender, CancelRequest(request_id=key[0], placement=key[1], answered=answered)))
             return
         out.append(_to(sender, FinishAck(request_id=key[0], placement=key[1])))
-        release = self._releases.get(key)
         if release is not None and release.worker == sender:
             self._forget_release(key, last.timeline, out)
 
@@ -431,17 +483,21 @@ class GatewayCore:
         if now >= release.expires_s:
             self._forget_release(key, None, out)
         else:
-            out.append(_to(release.worker, CancelRequest(request_id=key[0], placement=key[1])))
+            cancel = CancelRequest(request_id=key[0], placement=key[1], answered=release.answered)
+            out.append(_to(release.worker, cancel))
             self._release_timers.set(key, now + self._resend_s)
 
     # -------------------------------------------------------------------------------------------- endings
 
-    def _release_current(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
+    def _release_current(
+        self, request: _Request, now: float, out: list[GatewayEffect], *, answered: bool = False
+    ) -> None:
         """Tells the current worker to let go, again and again until it has."""
         if isinstance(request.state, Placing | Streaming):
             key = (request.request_id, request.placement)
-            self._releases[key] = _Release(request.state.worker, request.deadline_s + _RELEASE_GRACE_S)
-            out.append(_to(request.state.worker, CancelRequest(request_id=key[0], placement=key[1])))
+            self._releases[key] = _Release(request.state.worker, request.deadline_s + _RELEASE_GRACE_S, answered)
+            cancel = CancelRequest(request_id=key[0], placement=key[1], answered=answered)
+            out.append(_to(request.state.worker, cancel))
             again_s = now + self._resend_s  # and then a finished answer is told without the worker's account
             self._release_timers.set(key, min(again_s, request.deadline_s) if now < request.deadline_s else again_s)
 
@@ -462,16 +518,34 @@ class GatewayCore:
         self._leave(request)
         retry_after_s = _RETRY_AFTER_S if failure.code in (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER) else None
         ended = RequestEnded(request.request_id, "", failure, None, request.placement + 1, retry_after_s)
-        self._end(request, ended, out)
+        self._end(request, ended, now, out)
 
-    def _end(self, request: _Request, ended: RequestEnded, out: list[GatewayEffect]) -> None:
-        self._forget(request)
+    def _end(
+        self,
+        request: _Request,
+        ended: RequestEnded,
+        now: float,
+        out: list[GatewayEffect],
+        *,
+        answered_by: Stamp | None = None,
+    ) -> None:
+        self._forget(request, now, out, answered_by)
         out.append(ended)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: _Request, now: float, out: list[GatewayEffect], answered_by: Stamp | None) -> None:
         del self._requests[request.request_id]
+        session = request.session
+        if session is not None:
+            old = self._sessions.end_turn(session, answered_by, now)
+            self._close_slot(session, old, out)
+            if not self._sessions.is_open(session):
+                self._close_slot(session, session.worker, out)
         self._deadlines.drop(request.request_id)
         self._timers.drop(request.request_id)
+
+
+def _worker_of(request: _Request) -> Stamp | None:
+    return None if isinstance(request.state, Waiting) else request.state.worker
 
 
 def _to(worker: Stamp, body: Body) -> SendTo:

@@ -23,8 +23,8 @@ import numpy as np
 from baton.common.clock import Clock
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.ids import RequestId, WorkerId
-from baton.common.messages import Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
+from baton.common.ids import NO_SESSION, RequestId, SessionId, WorkerId
+from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
@@ -195,9 +195,12 @@ class Gateway:
         sampling: SamplingParams,
         stops: Sequence[str],
         timeout_s: float,
+        *,
+        session_id: SessionId = NO_SESSION,
+        owner: str = "",
     ) -> AsyncGenerator[AnswerEvent, None]:
         """Deltas, then one AnswerEnd. Raises RequestError when the request ends without its answer. Closing the
-        iterator cancels the request."""
+        iterator cancels the request. A turn of a session names it, and who asks."""
         if self._draining:
             reason = "this gateway is shutting down"
             raise RequestError(ErrorCode.DRAINING, reason, retry_after_s=DRAINING_RETRY_AFTER_S)
@@ -207,7 +210,7 @@ class Gateway:
         try:
             arrived_s = self._clock.now()
             ids = np.asarray(prompt, dtype=np.int32)
-            self._dispatch(self._core.submit(request_id, ids, sampling, timeout_s, arrived_s))
+            self._dispatch(self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner))
             async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
                 async for event in events:
                     if isinstance(event, AnswerEnd):
@@ -278,6 +281,24 @@ class Gateway:
                 nbytes=(old.nbytes if old else 0) + timeline.transfer_bytes,
                 seconds=(old.seconds if old else 0.0) + timeline.transfer_s,
             )
+
+    # ----------------------------------------------------------------------------------------- sessions
+
+    def open_session(self, owner: str) -> SessionId:
+        """A conversation whose KV stays on its decode worker between turns. Raises RequestError."""
+        session_id = SessionId(f"sess-{secrets.token_hex(16)}")
+        failure = self._core.open_session(session_id, owner, self._clock.now())
+        if failure is not None:
+            raise RequestError(failure.code, failure.reason)
+        self._set_timer()
+        return session_id
+
+    def close_session(self, session_id: SessionId, owner: str) -> None:
+        """Raises RequestError when `owner` has no such session."""
+        effects = self._core.close_session(session_id, owner)
+        if isinstance(effects, Failure):
+            raise RequestError(effects.code, effects.reason, "session_id")
+        self._dispatch(effects)
 
     # ------------------------------------------------------------------------------------ health, status
 

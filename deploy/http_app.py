@@ -10,6 +10,7 @@ HTTP status. What goes wrong later is an `error` event in the stream.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from baton.common.errors import ErrorCode, RequestError
+from baton.common.ids import SessionId
 from baton.common.log import EventLog
 from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
@@ -29,6 +31,7 @@ from baton.deploy.openai_replies import (
     ErrorReply,
     ModelCard,
     ModelList,
+    SessionCard,
     encode,
     http_error,
 )
@@ -71,6 +74,8 @@ class HttpApi:
             "/status": self.status,
             "/kv/{worker}/{page}": self.page_owner,
         }
+        app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
+        app.add_api_route("/v1/sessions/{session_id}", self.close_session, methods=["DELETE"])
         for path, handler in pages.items():
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
@@ -86,7 +91,7 @@ class HttpApi:
             request_id = new_request_id()
             try:
                 body = await self._read_body(request)
-                response = await _unless_gone(request, self._answer(kind, body, request_id))
+                response = await _unless_gone(request, self._answer(kind, body, request_id, _owner(request)))
             except RequestError as error:
                 response = _error_response(error)
             except _BodyTooBig:
@@ -100,10 +105,10 @@ class HttpApi:
         return handle
 
     async def _answer(
-        self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str
+        self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str, owner: str
     ) -> Response:
         request = parse_request(kind, body)
-        answering = await prepare(self._gateway, request, request_id, self._request_timeout_s)
+        answering = await prepare(self._gateway, request, request_id, owner, self._request_timeout_s)
         if not request.stream:
             reply, timing = await answer_json(answering)
             return _json(reply, 200, {"Server-Timing": timing})
@@ -127,6 +132,22 @@ class HttpApi:
                 message=message, type="invalid_request_error", param=None, code=str(ErrorCode.INVALID_REQUEST)
             )
         )
+
+    # ------------------------------------------------------------------------------------------ sessions
+
+    async def open_session(self, request: Request) -> Response:
+        """Its KV stays on its decode worker between turns; requests name it as `session_id`."""
+        try:
+            return _json(SessionCard(id=self._gateway.open_session(_owner(request))), 201)
+        except RequestError as error:
+            return _error_response(error)
+
+    async def close_session(self, request: Request, session_id: str) -> Response:
+        try:
+            self._gateway.close_session(SessionId(session_id), _owner(request))
+        except RequestError as error:
+            return _error_response(error)
+        return Response(status_code=204)
 
     # -------------------------------------------------------------------------------------------- others
 
@@ -176,6 +197,11 @@ class HttpApi:
         """A bug in the gateway. The client gets a clear answer; the traceback goes to the log."""
         _log.error("request_failed", path=request.url.path, error=repr(error)[:500])
         return _error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
+
+
+def _owner(request: Request) -> str:
+    """Whose sessions a request may use: those that were opened with the same key."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
 async def _streaming(answering: Answering) -> Response:

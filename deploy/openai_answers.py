@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from msgspec import UNSET, UnsetType
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.ids import RequestId
+from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for
@@ -58,6 +58,7 @@ class Answering:
     gateway: Gateway
     request: ChatRequest | CompletionRequest
     request_id: str
+    owner: str
     timeout_s: float
     prompts: tuple[_Prompt, ...]
     created: int
@@ -69,20 +70,28 @@ class Answering:
     def events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
         prompt = self.prompts[index]
         return self.gateway.answer(
-            prompt.request_id, prompt.tokens, prompt.sampling, self.request.stops, self.timeout_s
+            prompt.request_id,
+            prompt.tokens,
+            prompt.sampling,
+            self.request.stops,
+            self.timeout_s,
+            session_id=SessionId(self.request.session_id or NO_SESSION),
+            owner=self.owner,
         )
 
 
 async def prepare(
-    gateway: Gateway, request: ChatRequest | CompletionRequest, request_id: str, max_timeout_s: float
+    gateway: Gateway, request: ChatRequest | CompletionRequest, request_id: str, owner: str, max_timeout_s: float
 ) -> Answering:
-    """Everything that can be refused before a worker is asked. Raises RequestError."""
+    """Everything that can be refused before a worker is asked. `owner`: who asks. Raises RequestError."""
     model = gateway.model
     if request.model != model.name:
         raise RequestError(
             ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; {model.name!r} is", "model"
         )
     token_lists = await _tokenize(model.tokenizer, request)
+    if request.session_id is not None and len(token_lists) > 1:
+        raise refusal("session_id", f"a turn has one prompt, not {len(token_lists)}")
     prompts = []
     for index, tokens in enumerate(token_lists):
         if any(token >= model.vocab_size for token in tokens):
@@ -97,7 +106,7 @@ async def prepare(
         own_id = request_id if len(token_lists) == 1 else f"{request_id}-{index}"
         prompts.append(_Prompt(RequestId(own_id), tokens, sampling))
     timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
-    return Answering(gateway, request, request_id, timeout_s, tuple(prompts), int(time.time()))
+    return Answering(gateway, request, request_id, owner, timeout_s, tuple(prompts), int(time.time()))
 
 
 async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> list[list[int]]:

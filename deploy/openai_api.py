@@ -3,7 +3,7 @@
 Owns: the request shapes, and the refusal of what cannot be done: a parameter is used or refused, never ignored.
 Never: tokenizes, waits, or knows the cluster.
 
-Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`.
+Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`, `session_id`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    session_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     user: str | None = None  # a label; changes nothing
 
     @property

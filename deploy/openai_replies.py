@@ -25,6 +25,9 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.CANCELLED: 499,
     ErrorCode.OUT_OF_PAGES: 503,
     ErrorCode.TRANSFER_CORRUPT: 500,
+    ErrorCode.SESSION_NOT_FOUND: 404,
+    ErrorCode.SESSION_BUSY: 409,
+    ErrorCode.SESSION_LOST: 410,
     ErrorCode.INTERNAL: 500,
 }
 
@@ -139,6 +142,11 @@ class ModelCard(_Reply, frozen=True, kw_only=True):
     owned_by: str = "baton"
 
 
+class SessionCard(_Reply, frozen=True, kw_only=True):
+    id: str
+    object: str = "session"
+
+
 class ModelList(_Reply, frozen=True, kw_only=True):
     data: list[ModelCard]
     object: str = "list"
@@ -168,7 +176,13 @@ class HttpError:
 
 def http_error(error: RequestError) -> HttpError:
     status = HTTP_STATUS[error.code]
-    kind = {400: "invalid_request_error", 404: "not_found_error", 429: "overloaded_error"}
+    kind = {
+        400: "invalid_request_error",
+        404: "not_found_error",
+        409: "conflict_error",
+        410: "gone_error",
+        429: "overloaded_error",
+    }
     detail = ErrorDetail(
         message=error.message, type=kind.get(status, "server_error"), param=error.field, code=str(error.code)
     )

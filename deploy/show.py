@@ -13,7 +13,8 @@ from baton.common.units import format_bytes
 from baton.deploy.client import Answer, Client
 from baton.deploy.status import GatewayStatus, WorkerAccount
 
-PAGE_CLASSES = ("free", "cached", "cached_locked", "request", "incoming", "outgoing", "quarantined")
+PAGE_CLASSES = ("free", "cached", "cached_locked", "request", "session", "incoming", "outgoing", "quarantined")
+_SHORT = {"cached_locked": "locked", "incoming": "in", "outgoing": "out"}
 
 
 def fetch_status(url: str) -> GatewayStatus:
@@ -77,7 +78,7 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
 
 def print_census(status: GatewayStatus, console: Console) -> None:
     """Who owns the pages of every worker."""
-    table = _table("Pages", "worker", *(f">{name.removeprefix('cached_')}" for name in PAGE_CLASSES), ">total", "")
+    table = _table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
         census = _account(status, worker.worker).census
         if not census:
@@ -91,7 +92,7 @@ def print_census(status: GatewayStatus, console: Console) -> None:
 
 
 def is_idle(census: dict[str, int]) -> bool:
-    """Nothing is held by a request, a hand-off or a quarantine."""
+    """Nothing is held by a request, a session, a hand-off or a quarantine."""
     return census["free"] + census["cached"] == census["total"]
 
 

@@ -196,6 +196,7 @@ class WorkerProcess:
             "cached": census.cached_evictable,
             "cached_locked": census.cached_locked,
             "request": census.request,
+            "session": census.session,
             "incoming": census.incoming,
             "outgoing": census.outgoing,
             "quarantined": census.quarantined,

@@ -17,6 +17,7 @@ class OwnerClass(StrEnum):
     """To whom a record belongs. Pages that are free or cached have no record."""
 
     REQUEST = "request"
+    SESSION = "session"  # one conversation, between two turns
     INCOMING = "incoming"  # a decode-side hand-off: promised, bytes still arriving
     OUTGOING = "outgoing"  # a prefill-side hand-off: being read
     QUARANTINED = "quarantined"  # a reader or writer could not be proven finished
@@ -37,6 +38,7 @@ class Census:
 
     free: int
     request: int
+    session: int
     cached_evictable: int
     cached_locked: int
     incoming: int
@@ -50,7 +52,7 @@ class Census:
 
     @property
     def accounted(self) -> int:
-        return self.free + self.request + self.cached + self.incoming + self.outgoing + self.quarantined
+        return self.free + self.request + self.session + self.cached + self.incoming + self.outgoing + self.quarantined
 
     @property
     def unaccounted(self) -> int:
@@ -64,7 +66,7 @@ class Census:
     def __str__(self) -> str:
         return (
             f"{self.total} pages: {self.free} free, {self.cached_evictable} cached, {self.cached_locked} cached+locked,"
-            f" {self.request} request, {self.incoming} incoming, {self.outgoing} outgoing,"
+            f" {self.request} request, {self.session} session, {self.incoming} incoming, {self.outgoing} outgoing,"
             f" {self.quarantined} quarantined" + (f", {self.unaccounted} UNACCOUNTED" if self.unaccounted else "")
         )
 
@@ -81,6 +83,7 @@ def take_census(
     return Census(
         free=free,
         request=owned[OwnerClass.REQUEST],
+        session=owned[OwnerClass.SESSION],
         cached_evictable=evictable,
         cached_locked=locked,
         incoming=owned[OwnerClass.INCOMING],

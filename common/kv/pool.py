@@ -225,17 +225,22 @@ class KvPool:
         """Promises pages for [0, fill_len) before a byte is transferred: locks the cached prefix of `tokens`, at most
         `max_prefix` of it, takes a row, creates the record and allocates the rest. Committed is the prefix.
 
-        A holder that has a record already only grows to `fill_len`; what it has committed counts as the prefix.
+        A holder that has a record already grows or shrinks to `fill_len`; of what it has committed, at most
+        `max_prefix` counts as the prefix (never less than what is the tree's).
         """
         if fill_len > self._longest:
             return Refused(RefusalReason.TOO_LONG)
         record = holder.kv
         if record is None:
             return self._create(holder, self._capped(tokens, min(max_prefix, fill_len)), fill_len, committed=None)
-        committed, allocated = record.kv_committed_len, record.kv_allocated_len
-        start = page_floor(min(committed, fill_len), self.page_size)
-        promised = self.pages_of(record, start, min(allocated, fill_len))
-        grown = self._grow(record, max(fill_len, allocated), committed=committed)
+        committed = min(record.kv_committed_len, max_prefix, fill_len)
+        if committed < record.cache_protected_len:
+            raise OwnershipError(f"{record!r} cannot go back to {committed} tokens")
+        start = page_floor(committed, self.page_size)
+        promised = self.pages_of(record, start, min(record.kv_allocated_len, fill_len))
+        if fill_len < record.kv_allocated_len:
+            self._shrink(record, fill_len, committed)
+        grown = self._grow(record, fill_len, committed)
         if isinstance(grown, Refused):
             return grown
         return PreAllocated(start, np.concatenate((promised, grown)))
@@ -375,6 +380,17 @@ class KvPool:
         record.kv_allocated_len = allocated
         record.kv_committed_len = committed
         return pages
+
+    def _shrink(self, record: ReqKvInfo, allocated: int, committed: int) -> None:
+        """Frees the pages that lie wholly beyond `allocated`."""
+        row, keep = record.req_pool_idx, pages_for_tokens(allocated, self.page_size)
+        extra = self.rows.view(row, keep, pages_for_tokens(record.kv_allocated_len, self.page_size)).copy()
+        record.kv_allocated_len = allocated
+        record.kv_committed_len = committed
+        self.rows.write(row, keep, np.zeros_like(extra))
+        self.allocator.free(extra)
+        if self.transitions is not None:
+            self.transitions.record("row -> free", extra, row)
 
     def _obtain(self, count: int) -> I32 | Refused:
         """Evicts exactly the shortfall, and only when that is enough."""

@@ -191,6 +191,7 @@ class Rig:
         outputs: list[int] | None = None,
         placement: int = 0,
         ttl_s: float = 1000.0,
+        session: tuple[str, int] = ("", 0),
     ) -> None:
         self.tell(
             Submit(
@@ -200,11 +201,13 @@ class Rig:
                 outputs=pack_tokens(outputs or []),
                 sampling=sampling,
                 ttl_s=ttl_s,
+                session_id=session[0],
+                session_turn=session[1],
             )
         )
 
-    def cancel(self, name: str, placement: int = 0) -> None:
-        self.tell(CancelRequest(request_id=RequestId(name), placement=placement))
+    def cancel(self, name: str, placement: int = 0, *, answered: bool = False) -> None:
+        self.tell(CancelRequest(request_id=RequestId(name), placement=placement, answered=answered))
 
     def resume(self, name: str, next_index: int, placement: int = 0) -> None:
         self.tell(Resume(request_id=RequestId(name), placement=placement, next_index=next_index))

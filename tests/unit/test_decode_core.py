@@ -458,7 +458,8 @@ def test_foreign_events_fail_loudly() -> None:
 
 @pytest.mark.parametrize("another", [False, True])
 def test_all_landed_but_no_first_token(another: bool) -> None:
-    """The prefill worker died between the last region and Done: only the last position is computed again."""
+    """The prefill worker died between the last region and Done: only the last position is computed again, and here,
+    whoever else is there: hand-offs move whole pages."""
     rig = Rig()
     rig.hold_offers = True
     rig.submit("r", prompt_of(20))
@@ -477,9 +478,7 @@ def test_all_landed_but_no_first_token(another: bool) -> None:
     else:
         rig.view(*EVERYONE[:2])
     rig.lose_prefill()
-    if another:
-        assert [effect.start for effect in rig.log if isinstance(effect, OpenSink)] == [0, 16]
-        rig.lose_prefill()
+    assert len([effect for effect in rig.log if isinstance(effect, OpenSink)]) == 1
     while (effects := rig.decode.step()) is not None:
         rig.run(effects)
     assert rig.decode.batches[0].num_tokens == 1

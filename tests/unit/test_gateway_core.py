@@ -251,7 +251,7 @@ def test_found_stop_string_ends_with_the_workers_timeline(one: Driver) -> None:
     assert [type(effect.body) for effect in sent] == [CancelRequest]
     assert not one.ended
     (cancel,) = one.output(A, 2, [12])  # crossed the cancellation: behind the stop string
-    assert cancel.body == CancelRequest(request_id=R, placement=0)
+    assert cancel.body == CancelRequest(request_id=R, placement=0, answered=True)
     timeline = Timeline(decode_s=1.5, decode_worker="decode-a")
     (ack,) = one.output(A, 3, [], failure=Failure(code=ErrorCode.CANCELLED), timeline=timeline)
     assert ack.body == FinishAck(request_id=R, placement=0)
@@ -264,7 +264,7 @@ def test_found_stop_string_does_not_wait_for_a_worker_that_says_nothing(one: Dri
     one.output(A, 0, [10])
     one.take(one.core.finish(R, one.now))
     (again,) = one.pass_time(1.0)
-    assert again.body == CancelRequest(request_id=R, placement=0)
+    assert again.body == CancelRequest(request_id=R, placement=0, answered=True)
     assert [(end.finish_reason, end.timeline) for end in one.ended] == [("stop", None)]
     one.output(A, 1, [], failure=Failure(code=ErrorCode.CANCELLED), timeline=Timeline())
     assert len(one.ended) == 1

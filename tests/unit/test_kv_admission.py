@@ -50,7 +50,7 @@ def active(admitted: Candidate, running: bool = True) -> ActiveRequest:
 
 def make(pages: int, reserved_tokens: int, rows: int = 64) -> tuple[KvPool, Admission]:
     pool = KvPool(pages + 1, 4, rows, 4096)
-    return pool, Admission(pool, reserved_tokens)
+    return pool, Admission(pool, reserved_tokens, max_active=pool.rows.max_rows)
 
 
 def admitted(result: object) -> Admitted:

@@ -126,6 +126,8 @@ def test_lengths_are_written_only_by_the_allocation_functions() -> None:
             ("_create", "new"),
             ("_grow", "kv_allocated_len"),
             ("_grow", "kv_committed_len"),
+            ("_shrink", "kv_allocated_len"),
+            ("_shrink", "kv_committed_len"),
             ("prepare_for_decode", "kv_allocated_len"),
             ("prepare_for_decode", "kv_committed_len"),
             ("commit_incoming", "kv_committed_len"),

@@ -14,8 +14,8 @@ from baton.deploy.show import Wrapped, all_accounted, all_idle, print_status, pr
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 
 IDLE = {
-    "free": 1000, "cached": 92, "cached_locked": 0, "request": 0, "incoming": 0, "outgoing": 0, "quarantined": 0,
-    "total": 1092,
+    "free": 1000, "cached": 92, "cached_locked": 0, "request": 0, "session": 0, "incoming": 0, "outgoing": 0,
+    "quarantined": 0, "total": 1092,
 }  # fmt: skip
 
 
