@@ -57,6 +57,25 @@ def test_a_bad_parameter_is_named(served: Served, fields: dict[str, Any], param:
     assert error["type"] == "invalid_request_error"
 
 
+def test_sessions_are_their_owners(served: Served) -> None:
+    mine, theirs = ({"Authorization": f"Bearer {who}"} for who in ("me", "them"))
+    opened = served.http.post("/v1/sessions", headers=mine)
+    assert opened.status_code == 201
+    session = opened.json()["id"]
+    turn = {"model": "fake", "prompt": "x", "session_id": session}
+    assert served.http.post("/v1/completions", json=turn, headers=mine).status_code == 200
+    for asked in (
+        served.http.post("/v1/completions", json=turn, headers=theirs),
+        served.http.post("/v1/completions", json={**turn, "session_id": "sess-none"}, headers=mine),
+        served.http.delete(f"/v1/sessions/{session}", headers=theirs),
+    ):
+        assert error_of(asked, 404)["code"] == "session_not_found"
+    several = served.http.post("/v1/completions", json={**turn, "prompt": ["x", "y"]}, headers=mine)
+    assert error_of(several, 400)["param"] == "session_id"
+    assert served.http.delete(f"/v1/sessions/{session}", headers=mine).status_code == 204
+    error_of(served.http.delete(f"/v1/sessions/{session}", headers=mine), 404)
+
+
 def test_an_over_length_prompt_names_the_limit(served: Served) -> None:
     for prompt in ("x" * MAX_MODEL_LEN, "x" * 50_000):
         error = error_of(complete(served, prompt=prompt), 400)

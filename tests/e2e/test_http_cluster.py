@@ -152,6 +152,29 @@ def test_a_stop_string_ends_it_everywhere(cluster: Cluster, client: Client) -> N
     assert cluster.settle(client)
 
 
+def test_a_conversation_of_five_turns_sends_each_token_at_most_once(cluster: Cluster, client: Client) -> None:
+    session = client.open_session()
+    text, sent = "a conversation " * 5, 0
+    for turn in range(5):
+        expected, _, _ = right_text(text, max_tokens=20 + turn, stop_token_ids=())
+        answer = client.complete(
+            text, max_tokens=20 + turn, temperature=0, ignore_eos=True, session_id=session, timeout_s=60
+        )
+        assert answer.text == expected
+        timeline = answer.timeline
+        sent += timeline.transferred_tokens
+        assert timeline.local_tokens < 16, "the rest of a page, at most"
+        assert timeline.cached_tokens + timeline.local_tokens + timeline.transferred_tokens == len(text.encode())
+        if turn:
+            assert timeline.transferred_tokens <= 30, "the new words and no more"
+        assert sent <= len(text.encode())
+        text = f"{text}{''.join(c for c in answer.text if c.isascii())} and then {turn}"
+    held = [detail["census"].get("session", 0) for detail in client.status().details.values()]
+    assert max(held) > 0
+    client.close_session(session)
+    assert cluster.settle(client)
+
+
 def test_hanging_up_frees_everything(cluster: Cluster, client: Client) -> None:
     streams = [client.stream(f"gone {n}", max_tokens=3000, temperature=0, ignore_eos=True) for n in range(8)]
     for stream in streams:
