@@ -31,6 +31,7 @@ class CompiledLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        self.weight = torch.empty(0, dtype=torch.float32)  # some models ask for its dtype
         panels = memory.view(-1, linear.in_features, PANEL)
         whole = linear.out_features // PANEL
         weight = linear.weight.detach()
@@ -68,6 +69,7 @@ class OneDnnLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        self.weight = torch.empty(0, dtype=self.dtype)  # some models ask for its dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Packs a step that is mostly decode rows, in time that depends on their number only through array operations.
 
 Owns no state. `batch.pack_batch` handles any row; this is the same for many rows of one query token each, without an
-object per row, and the joining of both kinds.
+object per row, the joining of both kinds, and the taking apart of a step.
 """
 
 from __future__ import annotations
@@ -107,3 +107,42 @@ def _join(first: I32 | None, second: I32 | None) -> I32 | None:
     if first is None or second is None:
         return second if first is None else first
     return np.concatenate((first, second))
+
+
+def take_rows(batch: Batch, rows: I64) -> Batch:
+    """The step of these rows alone, in this order; without the copies of states, which belong to the whole step."""
+    swa = None
+    if batch.swa is not None:
+        swa = PageTable(*_take_tables(batch.swa, batch.q_offsets, rows))
+    slots, page_offsets, page_ids = _take_tables(batch.main, batch.q_offsets, rows)
+    tokens, q_offsets = _take(batch.q_offsets, rows)
+    return Batch(
+        keys=tuple(batch.keys[row] for row in rows),
+        input_ids=batch.input_ids[tokens],
+        positions=batch.positions[tokens],
+        slots=slots,
+        q_offsets=q_offsets,
+        kv_lens=batch.kv_lens[rows],
+        page_offsets=page_offsets,
+        page_ids=page_ids,
+        sampling=tuple(batch.sampling[row] for row in rows),
+        output_indices=tuple(batch.output_indices[row] for row in rows),
+        page_size=batch.page_size,
+        swa=swa,
+        state_slots=None if batch.state_slots is None else batch.state_slots[rows],
+    )
+
+
+def _take_tables(table: PageTable, q_offsets: I32, rows: I64) -> tuple[I64, I32, I32]:
+    tokens, _ = _take(q_offsets, rows)
+    pages, page_offsets = _take(table.page_offsets, rows)
+    return table.slots[tokens], page_offsets, table.page_ids[pages]
+
+
+def _take(offsets: I32, rows: I64) -> tuple[I64, I32]:
+    """Where the elements of these rows lie, one row after the other, and the rows' offsets among them."""
+    counts = np.diff(offsets)[rows].astype(np.int64)
+    new_offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(counts, out=new_offsets[1:])
+    at: I64 = np.arange(new_offsets[-1]) + np.repeat(offsets[rows] - new_offsets[:-1], counts)
+    return at, new_offsets

@@ -2,7 +2,8 @@
 
 `compiled` is our C++ kernel (csrc/paged_attention.cpp); `torch` is the plain reference that needs no compiler and says
 in a few lines what the kernel must compute. Both write K and V of the step's tokens into the pool first, then attend:
-query at position i of a row sees keys j <= i, and with a window W only those with j > i - W.
+query at position i of a row sees keys j <= i, and with a window W only those with j > i - W. Keys that no query of the
+step sees take no part at all, whatever lies there: their pages may be dead (page id 0).
 Never: allocates pages, or knows which model calls.
 """
 
@@ -15,14 +16,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.common.engine.batch import Batch
+from baton.common.engine.batch import Batch, PageTable
 
 QUERY_BLOCK = 512  # most queries of a row that plain torch takes at once
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What all layers of a step need to know of its rows. Tensors share memory with the batch."""
+    """What all layers of a group need to know of a step's rows. Tensors share memory with the batch."""
 
     slots: torch.Tensor  # int64 [T]
     q_offsets: torch.Tensor  # int32 [B + 1]
@@ -31,13 +32,13 @@ class AttentionPlan:
     page_ids: torch.Tensor  # int32 [sum of pages]
 
     @classmethod
-    def of(cls, batch: Batch) -> AttentionPlan:
+    def of(cls, batch: Batch, table: PageTable) -> AttentionPlan:
         return cls(
-            torch.from_numpy(batch.slots),
+            torch.from_numpy(table.slots),
             torch.from_numpy(batch.q_offsets),
             torch.from_numpy(batch.kv_lens),
-            torch.from_numpy(batch.page_offsets),
-            torch.from_numpy(batch.page_ids),
+            torch.from_numpy(table.page_offsets),
+            torch.from_numpy(table.page_ids),
         )
 
 
@@ -107,21 +108,33 @@ def attend_long_rows(
     out: torch.Tensor,
 ) -> None:
     """Writes `out` for the rows with more than `min_queries` queries, in plain torch; K and V are in the pool already.
-    Blocks of queries see only the keys up to their end, which halves the work of a long prompt."""
+    Blocks of queries see only the keys up to their end, which halves the work of a long prompt, and only those from
+    their window's begin on."""
     q_offsets, page_offsets = plan.q_offsets.tolist(), plan.page_offsets.tolist()
+    page_size = pool.shape[4]
     for row, kv_len in enumerate(plan.kv_lens.tolist()):
         first, last = q_offsets[row], q_offsets[row + 1]
         if last - first <= min_queries:
             continue
-        held = pool[plan.page_ids[page_offsets[row] : page_offsets[row + 1]].long(), layer]
-        keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]  # each [kv heads, kv_len, head_dim]
+        # Of the pages that the row's first query sees a key in; earlier ones may be dead.
+        skipped = _first_visible(kv_len - (last - first), params) // page_size
+        held = pool[plan.page_ids[page_offsets[row] + skipped : page_offsets[row + 1]].long(), layer]
+        keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)  # each [kv heads, tokens, head_dim]
         # A whole prompt goes in one piece: torch skips what its own causal mask hides.
         step = last - first if last - first == kv_len and not params.window else QUERY_BLOCK
         for start in range(first, last, step):
             stop = min(last, start + step)
-            end = kv_len - (last - stop)
+            seen = slice(
+                _first_visible(kv_len - (last - start), params) - skipped * page_size,
+                kv_len - (last - stop) - skipped * page_size,
+            )
             block = query[start:stop].transpose(0, 1)
-            out[start:stop] = _attend_row(block, keys[:, :end], values[:, :end], params).transpose(0, 1)
+            out[start:stop] = _attend_row(block, keys[:, seen], values[:, seen], params).transpose(0, 1)
+
+
+def _first_visible(position: int, params: AttentionParams) -> int:
+    """The first key that a query at this position sees."""
+    return max(0, position - params.window + 1) if params.window else 0
 
 
 @functools.lru_cache(maxsize=16)

@@ -8,6 +8,7 @@ Never: trusts a class's name for what the class computes.
 from __future__ import annotations
 
 import ctypes
+import inspect
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class CompiledRmsNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float, shift: float, round_first: bool, kernels: Kernels) -> None:
         super().__init__()
         self._weight = (weight.detach().float() + shift).contiguous()
+        self.weight = torch.empty(0, dtype=weight.dtype)  # some models ask for its dtype
         self._size = len(weight)
         self._norm = kernels.norm
         self._args = NormArgs(
@@ -79,6 +81,8 @@ def _norm_replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | No
     eps = next((getattr(norm, name) for name in _EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
     weight = parameters.get("weight")
     if eps is None or weight is None or len(parameters) > 1 or weight.dim() != 1 or len(weight) % 16:
+        return None
+    if len(inspect.signature(norm.forward).parameters) > 1:  # a gated norm: it takes more than what it norms
         return None
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return None

@@ -1,14 +1,18 @@
-"""Runs `transformers` models over our paged KV pool: any dense causal language model, unchanged.
+"""Runs `transformers` models over our paged KV pools: causal language models, unchanged.
 
 The model's attention is replaced through `AttentionInterface`; a packed batch of ragged rows goes through as one
 sequence with explicit positions, so prefill, chunks and decode are the same forward pass and nothing is padded.
-Owns: the model, its KV buffer and torch's thread count in this process. Never: allocates pages, keeps a request's
-state between steps, or draws a random number of its own.
+Recurrent layers know rows only as a batch of equal lengths: such a model computes the rows of one token in one pass and
+each longer row in a pass of its own, from and to the rows' slots.
+Owns: the model, its KV memory and torch's thread count in this process. Never: allocates pages or slots, keeps a
+request's state between steps anywhere else, or draws a random number of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,14 +21,17 @@ import torch
 from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
-from baton.common.engine.batch import Batch, BatchRow, KvMemory, StepResult, Ticket, pack_batch
+from baton.common.engine.batch import Batch, BatchRow, KvBuffer, KvMemory, StepResult, Ticket, pack_batch
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.linears import pack_linears
+from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
 from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.sampling import sample
+from baton.common.engine.state_cache import SlotCache
 from baton.common.errors import ConfigError
-from baton.common.kv.torch_buffer import TorchKvBuffer
+from baton.common.kv.layout import Component
+from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
 from baton.common.model.loading import Dtype, ModelInfo, load_model, model_info
@@ -35,15 +42,26 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "baton_paged"
 
+NumPages = int | Mapping[Component, int]
+"""Pages and slots of each component, the null page counted. A number alone is for models that have one component."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where an attention layer has its K and V in this step: the pool of its group, and its place within the group."""
+
+    pool: torch.Tensor
+    index: int
+    plan: AttentionPlan
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """What reaches a layer's attention as the keyword `paged`."""
 
-    pool: torch.Tensor
-    plan: AttentionPlan
+    places: Mapping[int, LayerPlace]
     backend: PagedAttention
-    layers_seen: list[int]
+    seen: list[tuple[int, int]]  # (layer, window), as they came
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +83,15 @@ class TorchRunner:
         info: ModelInfo,
         *,
         dtype: Dtype,
-        num_pages: int,
+        num_pages: NumPages,
         page_size: int,
+        sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
         threads: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        """`num_pages` counts the null page. Prefer `TorchRunner.load`."""
+        """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Prefer
+        `TorchRunner.load`. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
         backends = choose_backends(attention, info.head_dim, progress)
@@ -79,16 +99,8 @@ class TorchRunner:
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
-        buffer = TorchKvBuffer(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_layers=info.num_layers,
-            num_kv_heads=info.num_kv_heads,
-            head_dim=info.head_dim,
-            dtype=dtype,
-        )
-        self.memory = KvMemory.full(buffer, page_size)
-        self._pool = buffer.pool
+        self._groups = info.layer_groups(sliding_groups)
+        self.memory = KvMemory(info.layout(page_size, sliding_groups), self._make_buffers(dtype, num_pages, page_size))
         self.model = model
         _register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
@@ -104,8 +116,9 @@ class TorchRunner:
         spec: str,
         *,
         dtype: Dtype,
-        num_pages: int,
+        num_pages: NumPages,
         page_size: int,
+        sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
         threads: int | None = None,
         progress: Progress = silent,
@@ -119,16 +132,49 @@ class TorchRunner:
             dtype=dtype,
             num_pages=num_pages,
             page_size=page_size,
+            sliding_groups=sliding_groups,
             attention=attention,
             threads=threads,
             progress=progress,
         )
 
+    def _make_buffers(self, dtype: Dtype, num_pages: NumPages, page_size: int) -> dict[Component, KvBuffer]:
+        info, groups = self.info, self._groups
+        components = groups.layout(page_size).components
+        if not isinstance(num_pages, Mapping):
+            num_pages = dict.fromkeys(components, num_pages) if len(components) == 1 else {}
+        if set(num_pages) != set(components):
+            needed = ", ".join(components)
+            raise ConfigError(
+                "kv.num_pages", sorted(num_pages), f"{info.name} has pools for {needed}, each of its own size"
+            )
+        self._pools: dict[Component, torch.Tensor] = {}  # of attention layers, the main component's first
+        self._states: TorchStateBuffer | None = None
+        buffers: dict[Component, KvBuffer] = {}
+        for component in components:
+            count, layers = num_pages[component], len(groups.of(component))
+            if component is Component.STATE:
+                assert groups.state is not None
+                self._states = TorchStateBuffer(num_slots=count, num_layers=layers, shape=groups.state, dtype=dtype)
+                buffers[component] = self._states
+                continue
+            buffer = TorchKvBuffer(
+                num_pages=count,
+                page_size=page_size,
+                num_layers=layers,
+                num_kv_heads=info.num_kv_heads,
+                head_dim=info.head_dim,
+                dtype=dtype,
+            )
+            self._pools[component] = buffer.pool
+            buffers[component] = buffer
+        return buffers
+
     def launch(self, batch: Batch) -> Ticket:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
         sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-        logits, _ = self._forward(batch, sampled)
+        logits = self._compute(batch, sampled)
         return TorchTicket(batch, sampled, logits, time.perf_counter() - started)
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -148,36 +194,94 @@ class TorchRunner:
         return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s)
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
-        """The step's logits after the last token of `rows` [rows, vocabulary]; for tests and diagnosis."""
-        logits, _ = self._forward(batch, rows)
+        """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""
+        logits = self._compute(batch, rows)
         assert logits is not None
         return logits
 
-    def _forward(self, batch: Batch, rows: tuple[int, ...]) -> tuple[torch.Tensor | None, list[int]]:
-        context = StepContext(self._pool, AttentionPlan.of(batch), self.attention, [])
+    def _compute(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor | None:
+        """All of a step. Logits of `rows` in their order, None when there are none."""
+        if self._states is None:
+            return self._forward(batch, rows, None, [])
+        assert batch.state_slots is not None
+        assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
+        for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
+            self._states.copy(source, target)
+        single = np.diff(batch.q_offsets) == 1
+        passes = [np.flatnonzero(single)] if single.any() else []
+        passes += [np.array([row]) for row in np.flatnonzero(~single)]
+        found: dict[int, torch.Tensor] = {}
+        asked = set(rows)
+        for members in passes:
+            wanted = [(place, row) for place, row in enumerate(members.tolist()) if row in asked]
+            part = batch if len(passes) == 1 else take_rows(batch, members)
+            logits = self._forward(part, tuple(place for place, _ in wanted), self._slot_cache(part), [])
+            if logits is not None:
+                found |= {row: one for (_, row), one in zip(wanted, logits, strict=True)}
+        return torch.stack([found[row] for row in rows]) if rows else None
+
+    def _slot_cache(self, batch: Batch) -> SlotCache | None:
+        if self._states is None:
+            return None
+        assert batch.state_slots is not None
+        places = {layer: place for place, layer in enumerate(self._groups.recurrent)}
+        return SlotCache(self._states, places, batch.state_slots.tolist())
+
+    def _forward(
+        self, batch: Batch, rows: tuple[int, ...], cache: SlotCache | None, seen: list[tuple[int, int]]
+    ) -> torch.Tensor | None:
+        """One pass. With `cache` the rows are a batch of rows of one token each, or one row."""
+        context = StepContext(self._places(batch), self.attention, seen)
+        shape = (batch.num_rows, -1) if cache is not None else (1, -1)
         # Without a row that samples the head (a third of a small model) is not computed.
         run = self.model if rows else self.model.base_model
-        keep = (
-            {"logits_to_keep": torch.from_numpy(batch.q_offsets[1:][list(rows)].astype(np.int64) - 1)} if rows else {}
-        )
+        keywords: dict[str, object] = {} if cache is None else {"cache": cache}
+        if rows and shape[0] == 1:
+            keywords["logits_to_keep"] = torch.from_numpy(batch.q_offsets[1:][list(rows)].astype(np.int64) - 1)
         with torch.inference_mode():
             output = run(
-                input_ids=torch.from_numpy(batch.input_ids)[None],
-                position_ids=torch.from_numpy(batch.positions)[None],
+                input_ids=torch.from_numpy(batch.input_ids).view(shape),
+                position_ids=torch.from_numpy(batch.positions).view(shape),
                 use_cache=False,
                 paged=context,
-                **keep,
+                **keywords,
             )
-        return (output.logits[0] if rows else None), context.layers_seen
+        if cache is not None:
+            cache.store()
+        if not rows:
+            return None
+        logits: torch.Tensor = output.logits
+        return logits[0] if shape[0] == 1 else logits[list(rows), 0]
+
+    def _places(self, batch: Batch) -> dict[int, LayerPlace]:
+        places: dict[int, LayerPlace] = {}
+        for table, (component, pool) in zip((batch.main, batch.swa), self._pools.items(), strict=False):
+            assert table is not None, "this model's sliding layers have a pool of their own"
+            plan = AttentionPlan.of(batch, table)
+            places |= {layer: LayerPlace(pool, i, plan) for i, layer in enumerate(self._groups.of(component))}
+        return places
 
     def _check_layers(self) -> None:
-        """One token through the null page: every layer must come to our attention, once, in order, with the shapes that
-        the pool was made for. Also pays what the first step would pay."""
-        row = BatchRow(0, np.zeros(1, np.int32), 1, np.zeros(1, np.int32), SamplingParams())
-        logits, seen = self._forward(pack_batch([row], self.memory.layout.page_size), (0,))
-        if seen != list(range(self.info.num_layers)) or logits is None or logits.shape != (1, self.vocab_size):
-            reason = f"architecture {self.info.architecture} does not attend once per layer ({seen})"
-            raise ConfigError(FIELD, self.info.name, reason, "dense attention layers are supported")
+        """One token through the null page and slot: every layer must come to our attention or to its state once, in
+        order, with the window and the shapes that its pool was made for. Also pays what the first step would pay."""
+        layout, info = self.memory.layout, self.info
+        null = np.zeros(1, np.int32)
+        row = BatchRow(
+            0, null, 1, null[: len(layout.paged)], SamplingParams(), 0, null if len(layout.paged) > 1 else None
+        )
+        batch = pack_batch([row], layout.page_size)
+        if layout.state:
+            batch = dataclasses.replace(batch, state_slots=null)
+        cache, seen = self._slot_cache(batch), list[tuple[int, int]]()
+        logits = self._forward(batch, (0,), cache, seen)
+        attended = [(layer, window if window < info.max_positions else 0) for layer, window in seen]
+        expected = [(layer, info.groups.window * (layer in info.groups.sliding)) for layer in info.groups.attention]
+        recurrent = () if cache is None else cache.layers_seen
+        if attended != expected or recurrent != info.groups.recurrent:
+            reason = f"architecture {info.architecture} does not attend as its configuration says"
+            raise ConfigError(FIELD, info.name, reason, f"(layer, window) {attended}, recurrent {recurrent}")
+        if logits is None or logits.shape != (1, self.vocab_size):
+            raise ConfigError(FIELD, info.name, f"architecture {info.architecture} gives no logits of its vocabulary")
 
 
 def _wanted(params: SamplingParams | None) -> SamplingParams:
@@ -205,16 +309,18 @@ def _paged_attention(
     paged: StepContext,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """What `transformers` calls in each layer: tensors are [1, heads, T, head_dim], keys already rotated."""
+    """What `transformers` calls in each layer: tensors are [batch, heads, tokens, head_dim], keys already rotated.
+    Batch and tokens together are the step's tokens."""
     layer = module.layer_idx
     assert isinstance(layer, int)
+    place = paged.places[layer]
     params = AttentionParams(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    out = paged.backend.attend(heads[0], heads[1], heads[2], paged.pool, layer, paged.plan, params)
-    paged.layers_seen.append(layer)
-    return out[None], None
+    heads = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    out = paged.backend.attend(heads[0], heads[1], heads[2], place.pool, place.index, place.plan, params)
+    paged.seen.append((layer, params.window))
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None

@@ -1,7 +1,9 @@
-"""The KV pool as one torch tensor: the memory behind page ids for `TorchRunner`.
+"""A pool as one torch tensor: the memory behind page ids, and behind state slots, for `TorchRunner`.
 
-Layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: one page of all layers is one contiguous block
-(gather and scatter copy whole pages), and inside a page a head's tokens follow one another (attention streams them).
+K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: one page of all layers is one contiguous
+block (gather and scatter copy whole pages), and inside a page a head's tokens follow one another (attention streams
+them). States: a slot is one contiguous block too, the states of all recurrent layers of one sequence one after the
+other, each in its own dtype.
 Never: decides which page belongs to whom.
 """
 
@@ -14,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.common.kv.state_shape import StateShape
 from baton.common.memory import system_memory
 
 LAYOUT = "page-layer-kv-head-token-dim/1"
+STATE_LAYOUT = "slot-layer-conv-recurrent/1"
 
 
 class TorchKvBuffer:
@@ -52,4 +56,51 @@ class TorchKvBuffer:
             "kv_layers": str(layers),
             "kv_heads": str(heads),
             "kv_head_dim": str(head_dim),
+        }
+
+
+class TorchStateBuffer:
+    """`num_slots` counts the null slot 0. Memory is zeroed: a fresh sequence's state is all zeros."""
+
+    def __init__(
+        self, *, num_slots: int, num_layers: int, shape: StateShape, dtype: Literal["float32", "bfloat16"]
+    ) -> None:
+        assert num_slots > 1, "slot 0 is the null slot: a pool needs at least one more"
+        kind: torch.dtype = getattr(torch, dtype)
+        self.num_pages = num_slots
+        self.page_bytes = num_layers * shape.layer_bytes(kind.itemsize)
+        self.shape = shape
+        self._kind = kind
+        self._slots = system_memory(num_slots * self.page_bytes).view(num_slots, self.page_bytes)
+        conv_bytes, layer_bytes = shape.conv_bytes(kind.itemsize), shape.layer_bytes(kind.itemsize)
+        starts = range(0, self.page_bytes, layer_bytes)
+        # Per recurrent layer, over all slots: [num_slots, channels, width], and [num_slots, *recurrent] if it has one.
+        self.conv = tuple(self._tensors(start, shape.conv, kind) for start in starts)
+        self.recurrent = tuple(
+            self._tensors(start + conv_bytes, shape.recurrent, torch.float32) for start in starts if shape.recurrent
+        )
+
+    def _tensors(self, start: int, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        """A view of one tensor of every slot."""
+        flat = self._slots[:, start : start + math.prod(shape) * kind.itemsize].view(kind)
+        return flat.view(len(flat), *shape)
+
+    def as_bytes(self) -> npt.NDArray[np.uint8]:
+        bytes_view: npt.NDArray[np.uint8] = self._slots.numpy()
+        return bytes_view
+
+    def copy(self, source: int, target: int) -> None:
+        """The whole state of a slot; that of slot 0 is a fresh sequence's, whatever lies there."""
+        if source:
+            self._slots[target] = self._slots[source]
+        else:
+            self._slots[target] = 0
+
+    def fingerprint(self) -> dict[str, str]:
+        return {
+            "state_layout": STATE_LAYOUT,
+            "state_dtype": str(self._kind).removeprefix("torch."),
+            "state_layers": str(len(self.conv)),
+            "state_conv": "x".join(map(str, self.shape.conv)),
+            "state_recurrent": "x".join(map(str, self.shape.recurrent)),
         }

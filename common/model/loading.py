@@ -16,7 +16,9 @@ import msgspec
 
 from baton.common import env
 from baton.common.errors import ConfigError
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.model.cache import Progress, cached, file_digest, silent
+from baton.common.model.groups import LayerGroups, has_known_state, layer_groups, max_positions
 from baton.common.model.spec import FIELD, ModelSource, resolve_source
 
 env.forbid_downloads()
@@ -26,28 +28,44 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16"]
-PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _DESCRIPTIONS = ("config.json", "generation_config.json")
 _CONVERSION = 1  # part of the cache key: raise it when a conversion writes something else than before
+_FACTS = 2  # the same for `ModelInfo`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model without its weights."""
+    """What is known of a model without its weights. `sliding_groups` asks whether its sliding layers have a pool of
+    their own, or keep every token in one pool with the full ones (`LayerGroups.in_one_pool`)."""
 
     name: str
     architecture: str
     max_positions: int
     vocab_size: int
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # 0 without attention
     head_dim: int
     eos_token_ids: tuple[int, ...]
+    groups: LayerGroups
+
+    def layer_groups(self, sliding_groups: bool = True) -> LayerGroups:
+        return self.groups if sliding_groups else self.groups.in_one_pool()
+
+    def layout(self, page_size: int, sliding_groups: bool = True) -> KvLayout:
+        return self.layer_groups(sliding_groups).layout(page_size)
+
+    def component_bytes(self, component: Component, dtype: Dtype, sliding_groups: bool = True) -> int:
+        """What sizes a pool: bytes per token of a paged component, bytes per sequence of the recurrent state."""
+        groups = self.layer_groups(sliding_groups)
+        layers = len(groups.of(component))
+        if component is Component.STATE:
+            return layers * groups.state.layer_bytes(ITEMSIZE[dtype]) if groups.state else 0
+        return layers * 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[dtype]
 
     def kv_bytes_per_token(self, dtype: Dtype) -> int:
-        """Bytes of K and V that one token takes in all layers."""
-        itemsize = 4 if dtype == "float32" else 2
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+        """Bytes of K and V that one token takes in all layers, while no window has passed it."""
+        return sum(self.component_bytes(component, dtype) for component in (Component.FULL, Component.SWA))
 
 
 def load_tokenizer(spec: str, progress: Progress = silent) -> PreTrainedTokenizerBase:
@@ -74,22 +92,27 @@ def model_info(spec: str, progress: Progress = silent) -> ModelInfo:
     def build(folder: Path) -> None:
         (folder / "info.json").write_bytes(msgspec.json.encode(_find_out(source, directory, progress)))
 
-    entry = cached(f"models/{key}-info-v{_CONVERSION}-transformers-{version('transformers')}", build, progress)
+    entry = cached(f"models/{key}-info-v{_FACTS}-transformers-{version('transformers')}", build, progress)
     return msgspec.json.decode((entry / "info.json").read_bytes(), type=ModelInfo)
 
 
 def _find_out(source: ModelSource, directory: Path, progress: Progress) -> ModelInfo:
     config = load_config(source, progress)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    groups = layer_groups(config, str(source.path))
+    heads = head_dim = 0  # a recurrent layer has heads too, of which these say nothing
+    if groups.attention:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelInfo(
         name=source.name,
         architecture=str(config.model_type),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=max_positions(config),
         vocab_size=int(config.vocab_size),
         num_layers=int(config.num_hidden_layers),
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads),
+        num_kv_heads=int(heads),
         head_dim=int(head_dim),
         eos_token_ids=_eos_token_ids(directory, config),
+        groups=groups,
     )
 
 
@@ -107,19 +130,22 @@ def load_config(source: ModelSource, progress: Progress = silent) -> PretrainedC
 
 
 def check_supported(config: PretrainedConfig, spec: str) -> None:
-    """Raises ConfigError unless the architecture is a decoder whose every layer keeps K and V of one shape."""
+    """Raises ConfigError unless the architecture is a decoder of layers that we know how to feed, with K and V of one
+    shape wherever it attends."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = config.model_type
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(FIELD, spec, f"architecture {kind} is not a decoder-only language model")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model_class._supports_attention_backend:
+    groups = layer_groups(config, spec)
+    # The hybrids let it be replaced without saying so.
+    if groups.attention and not (model_class._supports_attention_backend or has_known_state(config)):
         raise ConfigError(FIELD, spec, f"architecture {kind} does not let its attention be replaced")
-    foreign = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYER_TYPES
-    if foreign or getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
-        reason = f"layers of type {', '.join(sorted(foreign))}" if foreign else "compressed or shared K and V"
-        raise ConfigError(FIELD, spec, f"architecture {kind} has {reason}", "dense attention layers are supported")
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", 0):
+        raise ConfigError(FIELD, spec, f"architecture {kind} has compressed or shared K and V")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(FIELD, spec, f"architecture {kind} also attends to what comes after a token")
 
 
 def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrainedModel:

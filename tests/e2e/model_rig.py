@@ -1,4 +1,5 @@
-"""Runs token sequences through a `TorchRunner` without an engine: a page list per sequence, steps mixed at random."""
+"""Runs token sequences through a `TorchRunner` without an engine: each holds its pages and its state slot itself, steps
+are mixed at random, and every page or slot that nobody needs is full of NaN."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from baton.common.engine.batch import BatchRow, pack_batch
-from baton.common.engine.torch_runner import TorchRunner
+from baton.common.engine.batch import Batch, BatchRow, KvMemory, pack_batch
+from baton.common.engine.torch_runner import TorchRunner, TorchTicket
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams
-from baton.common.units import pages_for_tokens
+from baton.common.units import pages_for_tokens, whole_pages
 
 REFERENCES = Path(__file__).parents[1] / "data" / "references" / "smollm2-135m-instruct.json"
 GREEDY = SamplingParams()
@@ -41,10 +44,13 @@ def load_references() -> list[Reference]:
 
 
 class Pages:
-    """Hands out page ids in no particular order, and takes them back."""
+    """Hands out the pages or slots of one component in no particular order, and takes them back. What is free is full
+    of NaN, page 0 too: who reads it, shows it."""
 
-    def __init__(self, num_pages: int, rng: random.Random) -> None:
-        self._free = list(range(1, num_pages))
+    def __init__(self, memory: KvMemory, component: Component, rng: random.Random) -> None:
+        self._bytes = memory.buffers[component].as_bytes()
+        self._bytes[:] = 0xFF
+        self._free = list(range(1, len(self._bytes)))
         rng.shuffle(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -53,7 +59,17 @@ class Pages:
         return taken
 
     def give(self, pages: list[int]) -> None:
+        pages = [page for page in pages if page]
+        self._bytes[pages] = 0xFF
         self._free += pages
+
+
+class Pools:
+    """All pools of a runner's memory."""
+
+    def __init__(self, runner: TorchRunner, rng: random.Random) -> None:
+        self.memory = runner.memory
+        self.of = {component: Pages(runner.memory, component, rng) for component in runner.memory.layout.components}
 
 
 @dataclass
@@ -66,46 +82,100 @@ class Sequence:
     sampling: SamplingParams = GREEDY
     stop_token: int = -1
     outputs: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)  # that each output was chosen from
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    held: dict[Component, list[int]] = field(default_factory=dict)  # pages by index, 0 where dead; or the one slot
 
     @property
     def done(self) -> bool:
         return len(self.outputs) == self.max_tokens or self.outputs[-1:] == [self.stop_token]
 
-    def row(self, chunk: int, pages: Pages, page_size: int) -> BatchRow:
+    def row(self, chunk: int, pools: Pools) -> BatchRow:
+        layout = pools.memory.layout
         tokens = self.prompt + self.outputs
         stop = min(len(tokens), self.computed + chunk)
-        self.pages += pages.take(pages_for_tokens(stop, page_size) - len(self.pages))
+        needed = pages_for_tokens(stop, layout.page_size)
+        for component in layout.components:
+            held = self.held.setdefault(component, [])
+            held += pools.of[component].take((1 if component is Component.STATE else needed) - len(held))
+        paged = [np.array(self.held[component], np.int32) for component in layout.paged]
         return BatchRow(
             key=self.key,
             input_ids=np.array(tokens[self.computed : stop], np.int32),
             kv_len=stop,
-            pages=np.array(self.pages, np.int32),
+            pages=paged[0] if paged else np.zeros(0, np.int32),
             sampling=self.sampling if stop == len(tokens) else None,
             output_index=len(self.outputs),
+            swa_pages=paged[1] if len(paged) > 1 else None,
+            state_slot=self.held[Component.STATE][0] if layout.state else 0,
         )
 
+    def leave_window(self, pools: Pools) -> None:
+        """Gives back the pages of the sliding layers that no later step reads."""
+        if Component.SWA in self.held:
+            dead = whole_pages(pools.memory.layout.live_from(self.computed), pools.memory.layout.page_size)
+            pools.of[Component.SWA].give(self.held[Component.SWA][:dead])
+            self.held[Component.SWA][:dead] = [0] * dead
 
-def run_mixed(runner: TorchRunner, sequences: list[Sequence], *, max_rows: int, seed: int) -> None:
+    def finish(self, pools: Pools) -> None:
+        for component, held in self.held.items():
+            pools.of[component].give(held)
+        self.held = {}
+
+    def move(self, source: Pools, target: Pools) -> None:
+        """What a hand-off does: the bytes of what is live, to other places in another worker's memory."""
+        for component, held in self.held.items():
+            places = iter(target.of[component].take(sum(page > 0 for page in held)))
+            moved = [next(places) if page else 0 for page in held]
+            live = [(page, to) for page, to in zip(held, moved, strict=True) if page]
+            bytes_of = source.memory.buffers[component].as_bytes()
+            for page, to in live:
+                target.memory.buffers[component].as_bytes()[to] = bytes_of[page]
+            source.of[component].give(held)
+            self.held[component] = moved
+
+
+def run_step(runner: TorchRunner, pools: Pools, sequences: list[Sequence], chunks: list[int]) -> None:
+    """One step of these sequences: at most so many tokens of each."""
+    fresh = [sequence for sequence in sequences if not sequence.computed]
+    rows = [sequence.row(chunk, pools) for sequence, chunk in zip(sequences, chunks, strict=True)]
+    ticket = runner.launch(pack_step(rows, runner.memory.layout, [sequence.held for sequence in fresh]))
+    assert isinstance(ticket, TorchTicket)
+    result = runner.collect(ticket)
+    assert result.keys == tuple(row.key for row in rows)
+    logits = iter(() if ticket.logits is None else ticket.logits)
+    for sequence, row, token in zip(sequences, rows, result.tokens, strict=True):
+        sequence.computed = row.kv_len
+        assert (token >= 0) == (row.sampling is not None)
+        if token >= 0:
+            sequence.outputs.append(token)
+            sequence.logits.append(next(logits))
+        sequence.leave_window(pools)
+        if sequence.done:
+            sequence.finish(pools)
+
+
+def pack_step(rows: list[BatchRow], layout: KvLayout, fresh: list[dict[Component, list[int]]]) -> Batch:
+    copies = [(0, held[Component.STATE][0]) for held in fresh] if layout.state else []
+    return pack_batch(rows, layout.page_size, np.array(copies, np.int32) if copies else None)
+
+
+def run_mixed(
+    runner: TorchRunner,
+    sequences: list[Sequence],
+    *,
+    max_rows: int,
+    seed: int,
+    chunks: tuple[int, ...] = (7, 33, 64, 129, 350),
+) -> None:
     """Finishes all sequences, at most `max_rows` at a time: in each step some decode and some compute a chunk of odd
     size, as chance has it; rows come in any order."""
     rng = random.Random(seed)
-    page_size = runner.memory.layout.page_size
-    pages = Pages(runner.memory.main.num_pages, rng)
+    pools = Pools(runner, rng)
     waiting, active = list(sequences), list[Sequence]()
     while waiting or active:
         while waiting and len(active) < max_rows:
             active.append(waiting.pop(0))
         chosen = rng.sample(active, rng.randint(max(1, len(active) - 2), len(active)))
-        rows = [sequence.row(rng.choice((7, 33, 64, 129, 350)), pages, page_size) for sequence in chosen]
-        result = runner.collect(runner.launch(pack_batch(rows, page_size)))
-        assert result.keys == tuple(row.key for row in rows)
-        for sequence, row, token in zip(chosen, rows, result.tokens, strict=True):
-            sequence.computed = row.kv_len
-            assert (token >= 0) == (row.sampling is not None)
-            if token >= 0:
-                sequence.outputs.append(token)
-            if sequence.done:
-                pages.give(sequence.pages)
-                active.remove(sequence)
+        run_step(runner, pools, chosen, [rng.choice(chunks) for _ in chosen])
+        active = [sequence for sequence in active if not sequence.done]

@@ -1,7 +1,8 @@
 """Other dense architectures, with small random weights: chunked runs say what their own `generate` says.
 
 Real weights of these families are not on the package index. Random 2-D weights are scaled up, else logits are flat and
-a greedy comparison is a coin flip. Saved and loaded as Hugging Face directories, so that this path is tested too.
+a greedy comparison is a coin flip. Saved and loaded as Hugging Face directories, so that this path is tested too. All
+attention layers share one pool here, whether they slide or not; pools of their own: test_layer_groups.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_rig import save_random_model
 from model_rig import Sequence, run_mixed
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
-    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -50,16 +55,6 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-def save_random_model(config: PretrainedConfig, directory: Path) -> None:
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4)
-    model.save_pretrained(directory)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_says_what_generate_says(family: str, tmp_path: Path) -> None:
     save_random_model(FAMILIES[family], tmp_path)
@@ -73,7 +68,9 @@ def test_family_says_what_generate_says(family: str, tmp_path: Path) -> None:
         ids = torch.tensor([prompt])
         made = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         expected.append(made[0, len(prompt) :].tolist())
-    runner = TorchRunner.load(str(tmp_path), dtype="float32", num_pages=300, page_size=4, threads=1)
+    runner = TorchRunner.load(
+        str(tmp_path), dtype="float32", num_pages=300, page_size=4, sliding_groups=False, threads=1
+    )
     sequences = [Sequence(i, prompt, max_tokens=12, stop_token=2) for i, prompt in enumerate(prompts)]
     run_mixed(runner, sequences, max_rows=4, seed=9)
     assert [sequence.outputs for sequence in sequences] == expected
@@ -82,7 +79,10 @@ def test_family_says_what_generate_says(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Mamba2Config(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16), "mamba2"),
+        (MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1), "mamba has recurrent layers .* do not know"),
+        (JambaConfig(**SMALL), "jamba has recurrent layers .* do not know"),
+        (Llama4TextConfig(**SMALL), "llama4_text has layers of type chunked_attention"),
+        (Gemma3TextConfig(**SMALL, use_bidirectional_attention=True), "gemma3_text also attends to what comes after"),
         (T5Config(vocab_size=100, d_model=32, num_layers=1), "not a decoder-only"),
     ],
 )

@@ -167,14 +167,14 @@ def test_moved_pages_are_the_same_kv(runner: TorchRunner) -> None:
     target = source[::-1] + 20
     other.memory.main.as_bytes()[target] = runner.memory.main.as_bytes()[source]
     sequence = Sequence(0, reference.prompt, 32, stop_token=2, outputs=[first], computed=len(reference.prompt))
-    sequence.pages = target.tolist()
-    spare = [page for page in range(1, 64) if page not in sequence.pages]
+    pages = target.tolist()
+    spare = [page for page in range(1, 64) if page not in pages]
     while not sequence.done:
         need = -(-(len(sequence.prompt) + len(sequence.outputs)) // 16)
-        while len(sequence.pages) < need:
-            sequence.pages.append(spare.pop())
+        while len(pages) < need:
+            pages.append(spare.pop())
         length = len(sequence.prompt) + len(sequence.outputs)
-        row = BatchRow(0, np.array(sequence.outputs[-1:], np.int32), length, np.array(sequence.pages, np.int32), GREEDY)
+        row = BatchRow(0, np.array(sequence.outputs[-1:], np.int32), length, np.array(pages, np.int32), GREEDY)
         sequence.outputs.append(other.collect(other.launch(pack_batch([row], 16))).tokens[0])
     assert sequence.outputs == reference.outputs
 

@@ -5,6 +5,9 @@
 // are small products over the (query, head of the group) pairs. What is computed for a query depends on its own row
 // alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the
 // number of threads changes a bit of its result.
+//
+// Keys before the window of an item's first query may lie in dead pages (page id 0). Their scores are overwritten and
+// their values take no part in a sum: whatever lies there, a NaN even, changes nothing.
 
 #include <algorithm>
 #include <atomic>
@@ -283,6 +286,7 @@ class Attention {
             while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
             const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
             const int64_t width = (count + 15) / 16 * 16;
+            const int64_t unseen = std::max<int64_t>(0, first_visible(item.q_begin) - block);
             std::fill_n(work.scores, active * kKeyBlock, 0.0f);
             product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores, kKeyBlock);
             for (int64_t r = 0; r < active; ++r) {
@@ -291,7 +295,8 @@ class Attention {
                       std::min(count, q + 1 - block), width, work.span_stats + 2 * (skip + r),
                       work.span_values + (skip + r) * dim_);
             }
-            product(work.scores, kKeyBlock, value_rows, active, count, dim_, work.span_values + skip * dim_, dim_);
+            product(work.scores + unseen, kKeyBlock, value_rows + unseen, active, count - unseen, dim_,
+                    work.span_values + skip * dim_, dim_);
         }
     }
 
