@@ -32,6 +32,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int | None = None  # None: what the model can, at most what a pool holds
     attention: Literal["auto", "compiled", "torch"] = "auto"  # auto: compiled when a C++ compiler is there
+    thinking_start: str = "<think>"  # the token that begins a reasoning model's thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class KvConfig:
     pool_bytes: int = 768 << 20
     num_pages: int | None = None
     prefix_cache: Literal["radix", "chunk"] = "radix"
+    strip_thinking_cache: bool = False  # answers that began by thinking are not cached: the next turn has no thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

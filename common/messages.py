@@ -182,6 +182,7 @@ class Submit(_Message, frozen=True, kw_only=True):
     prefill_worker: WorkerId | None = None  # the router's choice; decode may pick another when it is gone
     session_id: SessionIdStr = ""  # the conversation this is a turn of; "": none
     session_turn: Count = 0  # turns of it that were answered before
+    thinking_token_id: Annotated[int, Meta(ge=-1)] = -1  # an answer with it is not cached; -1: every answer is
 
 
 class Submitted(_Message, frozen=True, kw_only=True):

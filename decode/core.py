@@ -184,6 +184,7 @@ class DecodeCore:
             limit=min(message.sampling.max_tokens, self._max_context_len - len(message.prompt) // 4),
             inherited=len(outputs),
             session_id=SessionId(message.session_id),
+            thinking_token_id=message.thinking_token_id,
         )
         self._requests[key] = request
         self._deadlines.set(key, request.deadline_s)
@@ -298,7 +299,8 @@ class DecodeCore:
             if request.session_id and request.answered and not self._draining:
                 self._sessions.keep(request, now)
             else:
-                self.pool.release_kv_cache(request, request.known_tokens)
+                effective_len = request.effective_kv_committed_len
+                self.pool.release_kv_cache(request, request.known_tokens, effective_len=effective_len)
             self._waiting.stir()
         request.state = Done()
         self._drop_if_over(request)
@@ -415,7 +417,8 @@ class DecodeCore:
     ) -> None:
         """All KV is there. The prompt is shared with others from here on."""
         if request.session_protected_len is None:  # a later turn keeps what the first one shared
-            self.pool.cache_unfinished_req(request, request.fill_tokens)
+            effective_len = request.effective_kv_committed_len
+            self.pool.cache_finished_req(request, request.fill_tokens, kv_len_to_handle=effective_len)
         request.state = RUNNING
         request.times.running_since_s = now
         request.times.counted = True

@@ -21,6 +21,7 @@ from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Output, SamplingParams, Timeline, TokenLogprob
 
 I32 = npt.NDArray[np.int32]
+THINKING_TAIL = 4  # so near to the end of a prompt its template begins the thinking
 RequestKey = tuple[RequestId, int]
 """Request id and placement: a placement that was given up never meets its successor."""
 
@@ -118,6 +119,7 @@ class DecodeRequest:
     kv: ReqKvInfo | None = None
     session_id: SessionId = NO_SESSION
     session_protected_len: int | None = None  # what the conversation shares with the tree, from its second turn on
+    thinking_token_id: int = -1  # -1: nothing in an answer is kept out of the cache
     answered: bool = False  # it has an outcome, and that is its answer
     handoff: HandoffId | None = None  # one per stay: from admission until it is over or retracted
     attempt: int = 0  # the next one of this hand-off
@@ -140,6 +142,19 @@ class DecodeRequest:
         if not self.outputs:
             return self.prompt
         return np.concatenate((self.prompt, np.array(self.outputs, dtype=np.int32)))
+
+    @property
+    def effective_kv_committed_len(self) -> int:
+        """How much of its valid KV other requests may find: all of it, or, when it is known to have been thinking, only
+        the prompt's: the next turn of a conversation does not repeat the thoughts."""
+        committed = self.record.kv_committed_len
+        return min(committed, len(self.prompt)) if self._thought else committed
+
+    @property
+    def _thought(self) -> bool:
+        """Templates may end a prompt with the token that begins the thinking; then the answer has none."""
+        thinking = self.thinking_token_id
+        return thinking >= 0 and (thinking in self.prompt[-THINKING_TAIL:] or thinking in self.outputs)
 
     @property
     def wants_first_token(self) -> bool:

@@ -25,10 +25,11 @@ from baton.decode.request import DecodeRequest
 class SessionSlot:
     """A `KvHolder`. `tokens` are those whose KV the record holds."""
 
-    __slots__ = ("kv", "session_id", "since_s", "tokens")
+    __slots__ = ("effective_len", "kv", "session_id", "since_s", "tokens")
 
-    def __init__(self, session_id: SessionId, kv: ReqKvInfo, tokens: I32, since_s: float) -> None:
+    def __init__(self, session_id: SessionId, kv: ReqKvInfo, tokens: I32, effective_len: int, since_s: float) -> None:
         self.session_id = session_id
+        self.effective_len = effective_len  # what others may find of it, once it ends
         self.kv: ReqKvInfo | None = kv
         self.tokens = tokens
         self.since_s = since_s
@@ -79,8 +80,10 @@ class Sessions:
         if request.session_protected_len is not None and record.cache_protected_len != request.session_protected_len:
             raise OwnershipError(f"a later turn of {request.session_id} moved what the first one shares: {record!r}")
         tokens = request.known_tokens[: record.kv_committed_len]
+        effective_len = request.effective_kv_committed_len
         self.close(request.session_id)  # a turn that was placed twice: the later one counts
-        self._slots[request.session_id] = SessionSlot(request.session_id, take_kv(request), tokens, now)
+        slot = SessionSlot(request.session_id, take_kv(request), tokens, effective_len, now)
+        self._slots[request.session_id] = slot
         while len(self._slots) > self._limit:
             self.release_oldest()
 
@@ -88,7 +91,7 @@ class Sessions:
         """False: there is no such slot."""
         slot = self._slots.pop(session_id, None)
         if slot is not None:
-            self._pool.release_kv_cache(slot, slot.tokens)
+            self._pool.release_kv_cache(slot, slot.tokens, effective_len=slot.effective_len)
         return slot is not None
 
     def release_oldest(self) -> bool:

@@ -86,7 +86,7 @@ class GatewayProcess:
     def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:
         config = self._spec.config
         return Gateway(
-            GatewayCore(config.gateway, config.transfer, config.liveness, model.max_model_len),
+            GatewayCore(config.gateway, config.transfer, config.liveness, model.max_model_len, model.thinking_token_id),
             model,
             io.post,
             MonotonicClock(),

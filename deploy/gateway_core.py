@@ -149,8 +149,14 @@ class GatewayCore:
     """`submit`/`cancel`/`finish` from clients, `handle`/`on_timer` from the cluster; all return effects."""
 
     def __init__(
-        self, gateway: GatewayConfig, transfer: TransferConfig, liveness: LivenessConfig, max_context_len: int
+        self,
+        gateway: GatewayConfig,
+        transfer: TransferConfig,
+        liveness: LivenessConfig,
+        max_context_len: int,
+        thinking_token_id: int = -1,
     ) -> None:
+        self._thinking_token_id = thinking_token_id
         self._max_inflight = gateway.max_inflight_requests
         self._max_context_len = max_context_len
         self._resend_s = transfer.resend_after_s
@@ -356,6 +362,7 @@ class GatewayCore:
             prefill_worker=choose(self._candidates("prefill", set()), request.prompt),
             session_id=request.session.session_id if request.session is not None else NO_SESSION,
             session_turn=request.session.turns if request.session is not None else 0,
+            thinking_token_id=self._thinking_token_id,
         )
         out.append(_to(stamp, submit))
         self._timers.set(request.request_id, now + self._resend_s)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast, final
 
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
-from baton.common.errors import ErrorCode, RequestError
+from baton.common.errors import ConfigError, ErrorCode, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Without the tokens that a model wants around a text."""
+
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -40,6 +43,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
@@ -63,6 +69,9 @@ class ModelTokenizer:
         """With the tokens that the model wants around a bare text. An empty text is no tokens."""
         return cast(list[int], self._tokenizer.encode(text)) if text else []
 
+    def encode_bare(self, text: str) -> list[int]:
+        return cast(list[int], self._tokenizer.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Raises RequestError when the model has no chat template, or when its template refuses the conversation."""
         from jinja2 import TemplateError
@@ -77,7 +86,7 @@ class ModelTokenizer:
             raise RequestError(
                 ErrorCode.INVALID_REQUEST, f"the chat template refuses this: {error}", "messages"
             ) from error
-        return cast(list[int], self._tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_bare(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(
@@ -114,6 +123,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
+    thinking_token_id: int = -1  # whose answers are not cached; -1: all are
 
 
 def load_served_model(config: ClusterConfig) -> ServedModel:
@@ -122,9 +132,23 @@ def load_served_model(config: ClusterConfig) -> ServedModel:
     assert max_model_len is not None, "resolve() decides max_model_len"
     if config.model.model == FAKE_MODEL:
         fake = FakeModelInfo()
-        return ServedModel(fake.name, max_model_len, fake.vocab_size, fake.eos_token_ids, ByteTokenizer())
+        return _served(config, fake.name, max_model_len, fake.vocab_size, fake.eos_token_ids, ByteTokenizer())
     from baton.common.model.loading import load_tokenizer, model_info  # heavy, and not needed for the fake model
 
     info = model_info(config.model.model)
     tokenizer = ModelTokenizer(load_tokenizer(config.model.model))
-    return ServedModel(info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer)
+    return _served(config, info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer)
+
+
+def _served(
+    config: ClusterConfig, name: str, max_model_len: int, vocab_size: int, eos: tuple[int, ...], tokenizer: Tokenizer
+) -> ServedModel:
+    thinking = -1
+    if config.kv.strip_thinking_cache:
+        start = config.model.thinking_start
+        ids = tokenizer.encode_bare(start)
+        if len(ids) != 1:
+            reason = f"is not one token of {name}, so nobody can see where an answer begins to think"
+            raise ConfigError("model.thinking_start", start, reason, "or leave kv.strip_thinking_cache off")
+        thinking = ids[0]
+    return ServedModel(name, max_model_len, vocab_size, eos, tokenizer, thinking)

@@ -192,6 +192,7 @@ class Rig:
         placement: int = 0,
         ttl_s: float = 1000.0,
         session: tuple[str, int] = ("", 0),
+        thinking_token_id: int = -1,
     ) -> None:
         self.tell(
             Submit(
@@ -203,6 +204,7 @@ class Rig:
                 ttl_s=ttl_s,
                 session_id=session[0],
                 session_turn=session[1],
+                thinking_token_id=thinking_token_id,
             )
         )
 
