@@ -1,122 +1,46 @@
-"""A model without weights whose answers prove that every page it read was the right one.
+"""A model without weights whose answers prove that every page and slot it read was the right one.
 
-Owns: the self-describing "KV" (`FakeModel`), a runner over it (`FakeRunner`), and the answer that a correct system
-must give (`fake_generate`, `fake_answer`). Never: knows pages beyond a batch's ids, or who owns them.
+Owns: a runner over the fake model (`FakeRunner`), and the answer that a correct system must give (`fake_generate`,
+`fake_answer`). Never: knows pages beyond a batch's ids, or who owns them.
 
-The KV of a position is a 64-bit hash of the token history up to it, h[i] = A * h[i-1] + g(token, i) mod 2^64, where
-h[i-1] is *read from the page of position i-1*. It is spread over all bytes of the position's share of a page by odd
-multipliers, so that damage to any byte shows. The next token is a hash of every position in [0, kv_len), each read
-from its page: one wrong, stale or damaged page anywhere changes the output. A sampled token also depends on
-(seed, output index), as with a real sampler.
+What is kept of a position (`fake_model`) is computed from what lies in the page of the position before it, and in the
+page at the far end of the window, or in the sequence's slot; it is spread over all bytes of its share of a page, or of
+the slot. The next token is a hash of every position that attention would see and of the running state: one wrong,
+stale, dead or damaged page or slot anywhere changes the output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import Batch, KvMemory, StepResult, Ticket
+from baton.common.engine.batch import I32, Batch, KvMemory, PageTable, StepResult, Ticket
+from baton.common.engine.fake_model import (
+    FAKE_VOCAB_SIZE,
+    FULL_SALT,
+    MASK,
+    START,
+    STATE_SALT,
+    SWA_SALT,
+    U64,
+    A,
+    B,
+    FakeModel,
+    Spread,
+    join_digests,
+    mix_int,
+)
 from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 
-U64 = npt.NDArray[np.uint64]
+__all__ = ["FAKE_VOCAB_SIZE", "FakeAnswer", "FakeRunner", "StepCost", "fake_answer", "fake_generate", "fake_runner"]
 
-_MASK = (1 << 64) - 1
-_A = 0xD1342543DE82EF95  # odd: multiplication by it can be undone modulo 2^64
-_A_INVERSE = pow(_A, -1, 1 << 64)
-_START = 0x9E3779B97F4A7C15
-_WORD_STEP = 0xBF58476D1CE4E5B8  # even
-_CHECK_STEP = 0x94D049BB133111EA  # even, so that 1 + k * step is odd
-
-FAKE_VOCAB_SIZE = 258  # every byte, a begin and an end token: text passes through a byte tokenizer unharmed
-
-
-def _mix(values: U64) -> U64:
-    """A bijective 64-bit scrambler (the finaliser of splitmix64), elementwise."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _mix_int(value: int) -> int:
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _powers(base: int, count: int) -> U64:
-    """base^0 .. base^(count-1) modulo 2^64."""
-    factors = np.full(count, base, dtype=np.uint64)
-    factors[0] = 1
-    return np.multiply.accumulate(factors)
-
-
-class FakeModel:
-    """The arithmetic. `words` is how many 64-bit words of a page belong to one position."""
-
-    def __init__(self, words: int, max_positions: int, vocab_size: int = FAKE_VOCAB_SIZE) -> None:
-        assert min(words, max_positions, vocab_size - 1) > 0, (words, max_positions, vocab_size)
-        self.vocab_size = vocab_size
-        self.max_positions = max_positions
-        self._power = _powers(_A, max_positions + 1)
-        self._inverse = _powers(_A_INVERSE, max_positions + 1)
-        index = np.arange(words, dtype=np.uint64)
-        # Word 0 is the hash itself. The check multipliers are odd and their sum below is even, so that `read` gives
-        # every word an odd factor: no bit of any word can be damaged without a trace.
-        self._spread = np.where(index == 0, np.uint64(1), index * np.uint64(_WORD_STEP))
-        self._check = index * np.uint64(_CHECK_STEP) + np.uint64(1)
-        self._scale = (self._spread[1:] * self._check[1:]).sum(dtype=np.uint64)
-        positions = np.arange(max_positions + 1, dtype=np.uint64)
-        self._position_salt = _mix(positions + np.uint64(_START))
-        self._weight = self._position_salt | np.uint64(1)
-
-    def hashes(self, tokens: npt.NDArray[np.int64], first_position: int, previous: int) -> U64:
-        """h of consecutive positions from `first_position` on, given h of the position before."""
-        count = len(tokens)
-        salt = self._position_salt[first_position : first_position + count]
-        increments = _mix(tokens.astype(np.uint64) * np.uint64(_A) + salt)
-        start = np.uint64((previous * _A) & _MASK)
-        sums: U64 = np.cumsum(increments * self._inverse[:count], dtype=np.uint64)
-        return (sums + start) * self._power[:count]
-
-    def next_hashes(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], previous: U64) -> U64:
-        """h of one position in each of many sequences."""
-        return previous * np.uint64(_A) + _mix(
-            tokens.astype(np.uint64) * np.uint64(_A) + self._position_salt[positions]
-        )
-
-    def spread(self, hashes: U64) -> U64:
-        """The words that are stored for each hash: [..., words]."""
-        words: U64 = hashes[..., None] * self._spread
-        return words
-
-    def read(self, words: U64) -> U64:
-        """The hash that the stored words [..., words] stand for; one damaged word gives another hash."""
-        first = words[..., 0]
-        checked = (words[..., 1:] * self._check[1:]).sum(axis=-1, dtype=np.uint64)
-        hashes: U64 = first + (checked - first * self._scale)
-        return hashes
-
-    def weights(self, positions: npt.NDArray[np.int64]) -> U64:
-        """How much each position counts in the digest of a sequence; odd, so that no bit is lost."""
-        weights: U64 = self._weight[positions]
-        return weights
-
-    def token(self, digest: int, sampling: SamplingParams, output_index: int) -> int:
-        """The next token, from the digest of all positions before it."""
-        salt = _mix_int(sampling.seed * _A + output_index + 1) if sampling.temperature > 0 else 0
-        return _mix_int(digest ^ salt) % self.vocab_size
-
-    def logprob(self, digest: int, token: int, sampling: SamplingParams) -> TokenLogprob | None:
-        """Made-up but reproducible log probabilities, when asked for."""
-        if sampling.logprobs < 0:
-            return None
-        own = -((digest >> 44) & 0xFFFFF) / float(1 << 18)
-        top = tuple(((token + rank) % self.vocab_size, own - rank) for rank in range(sampling.logprobs))
-        return TokenLogprob(logprob=own, top=top)
+ANY_FULL = KvLayout(page_size=1)
+"""The layout of a model whose layers all attend to everything; what it answers does not depend on the page size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +62,34 @@ class FakeTicket:
     result: StepResult
 
 
+class _Memory:
+    """One component's pages or slots as hashes. `per_page` hashes of a page; a slot has one."""
+
+    def __init__(self, memory: KvMemory, component: Component) -> None:
+        buffer = memory.buffers[component]
+        self.per_page = 1 if component is Component.STATE else memory.layout.page_size
+        share = 8 * self.per_page
+        assert buffer.page_bytes % share == 0, "each position needs whole 64-bit words of its page"
+        words = buffer.page_bytes // share
+        self.pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, self.per_page, words)
+        self._slots = self.pages.reshape(buffer.num_pages * self.per_page, words)
+        self._spread = Spread(words)
+
+    def write(self, slots: npt.NDArray[np.int64] | I32, hashes: U64) -> None:
+        self._slots[slots] = self._spread.write(hashes)
+
+    def read(self, slots: npt.NDArray[np.int64] | I32) -> U64:
+        return self._spread.read(self._slots[slots])
+
+    def read_pages(self, pages: I32) -> U64:
+        return self._spread.read(self.pages[pages])
+
+    def read_at(self, table: PageTable, rows: npt.NDArray[np.int64] | int, positions: npt.NDArray[np.int64]) -> U64:
+        """Of positions in rows, from their pages."""
+        pages = table.page_ids[table.page_offsets[rows] + positions // self.per_page]
+        return self.read(pages.astype(np.int64) * self.per_page + positions % self.per_page)
+
+
 class FakeRunner:
     """`ModelRunner` over the fake model. Every byte it reads or writes lies in `memory`."""
 
@@ -149,84 +101,161 @@ class FakeRunner:
         vocab_size: int = FAKE_VOCAB_SIZE,
         cost: StepCost | None = None,
     ) -> None:
-        buffer, page_size = memory.main, memory.layout.page_size
-        assert buffer.page_bytes % (8 * page_size) == 0, "each position needs whole 64-bit words of its page"
-        words = buffer.page_bytes // (8 * page_size)
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._cost = cost or StepCost()
-        self._model = FakeModel(words, max_positions + page_size, vocab_size)
-        self._pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, page_size, words)
-        self._slots = self._pages.reshape(buffer.num_pages * page_size, words)
+        self._model = FakeModel(max_positions + memory.layout.page_size, vocab_size)
+        self._of = {component: _Memory(memory, component) for component in memory.layout.components}
 
     def step_cost_s(self, batch: Batch) -> float:
         """What this step would take on the machine that `cost` describes."""
         return self._cost.of(batch)
 
     def launch(self, batch: Batch) -> FakeTicket:
-        self._write(batch)
-        tokens, logprobs = self._sample(batch)
+        """Writes what the step keeps, component by component, then reads all of it for the rows that want a token."""
+        wanted = np.array([row for row, sampling in enumerate(batch.sampling) if sampling is not None], dtype=np.int64)
+        found: list[U64] = []
+        for component, memory in self._of.items():
+            match component:
+                case Component.FULL:
+                    self._write_full(batch, memory)
+                    found.append(self._digests(memory, batch.main, batch.kv_lens, wanted, None))
+                case Component.SWA:
+                    table = batch.swa if self.memory.layout.full else batch.main
+                    assert table is not None, "this model's sliding layers have a pool of their own"
+                    self._write_window(batch, memory, table)
+                    begins = np.maximum(batch.kv_lens[wanted] - self.memory.layout.window, 0)
+                    found.append(self._digests(memory, table, batch.kv_lens, wanted, begins))
+                case Component.STATE:
+                    found.append(self._write_state(batch, memory)[wanted])
+        tokens, logprobs = self._sample(batch, wanted, found)
         return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch)))
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, FakeTicket), ticket
         return ticket.result
 
-    def _write(self, batch: Batch) -> None:
+    def _write_full(self, batch: Batch, memory: _Memory) -> None:
         """Computes and stores the KV of every query token, reading what lies before it from the pages."""
+        first = batch.positions[batch.q_offsets[:-1]]
+        previous = memory.read_at(batch.main, np.arange(batch.num_rows), np.maximum(first - 1, 0))
+        previous = np.where(first > 0, previous, np.uint64(START))
+        memory.write(batch.slots, self._chains(batch, previous, FULL_SALT))
+
+    def _chains(self, batch: Batch, previous: U64, salt: int) -> U64:
+        """h or s of every query token, given that of the position before each row's first."""
         hashes = np.empty(batch.num_tokens, dtype=np.uint64)
         q_starts = batch.q_offsets[:-1]
-        q_lens = np.diff(batch.q_offsets)
-        first = batch.positions[q_starts]
-        before = np.maximum(first - 1, 0)
-        page = batch.page_ids[batch.page_offsets[:-1] + before // batch.page_size]
-        previous = self._model.read(self._slots[page.astype(np.int64) * batch.page_size + before % batch.page_size])
-        previous = np.where(first > 0, previous, np.uint64(_START))
-        single = q_lens == 1
+        single = np.diff(batch.q_offsets) == 1
         at = q_starts[single]
-        hashes[at] = self._model.next_hashes(batch.input_ids[at], batch.positions[at], previous[single])
+        hashes[at] = previous[single] * np.uint64(A) + self._model.scrambled(
+            batch.input_ids[at], batch.positions[at], salt
+        )
         for row in np.flatnonzero(~single):
             span = slice(int(q_starts[row]), int(batch.q_offsets[row + 1]))
-            hashes[span] = self._model.hashes(batch.input_ids[span], int(first[row]), int(previous[row]))
-        self._slots[batch.slots] = self._model.spread(hashes)
+            first = int(batch.positions[span.start])
+            hashes[span] = self._model.hashes(batch.input_ids[span], first, int(previous[row]), salt)
+        return hashes
 
-    def _sample(self, batch: Batch) -> tuple[tuple[int, ...], tuple[TokenLogprob | None, ...]]:
-        """Reads all KV of the rows that want a token."""
-        wanted = [row for row, sampling in enumerate(batch.sampling) if sampling is not None]
+    def _write_window(self, batch: Batch, memory: _Memory, table: PageTable) -> None:
+        """As `_write_full`; a row reads no position before the window of its first query."""
+        window = self.memory.layout.window
+        hashes = np.empty(batch.num_tokens, dtype=np.uint64)
+        q_starts = batch.q_offsets[:-1]
+        single = np.diff(batch.q_offsets) == 1
+        rows, at = np.flatnonzero(single), q_starts[single]
+        positions = batch.positions[at]
+        hashes[at] = self._model.scrambled(batch.input_ids[at], positions, SWA_SALT)
+        if window > 1:
+            for factor, before in ((A, positions - 1), (B, positions - window + 1)):
+                there = np.flatnonzero(before >= 0)
+                hashes[at[there]] += memory.read_at(table, rows[there], before[there]) * np.uint64(factor)
+        for row in np.flatnonzero(~single):
+            span = slice(int(q_starts[row]), int(batch.q_offsets[row + 1]))
+            first = int(batch.positions[span.start])
+            seen = np.arange(max(0, first - window + 1), first)
+            values = memory.read_at(table, int(row), seen)
+            hashes[span] = self._model.window_hashes(batch.input_ids[span], first, values, window)
+        memory.write(table.slots, hashes)
+
+    def _write_state(self, batch: Batch, memory: _Memory) -> U64:
+        """Moves the state of each row on; returns it."""
+        assert batch.state_slots is not None
+        assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
+        for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
+            memory.pages[target] = memory.pages[source] if source else 0
+        states = self._chains(batch, memory.read(batch.state_slots), STATE_SALT)[batch.q_offsets[1:] - 1]
+        memory.write(batch.state_slots, states)
+        return states
+
+    def _sample(
+        self, batch: Batch, wanted: npt.NDArray[np.int64], found: list[U64]
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprob | None, ...]]:
+        """Of the rows that want a token, from what was found of them in each component."""
         tokens = [-1] * batch.num_rows
         logprobs: list[TokenLogprob | None] = [None] * batch.num_rows
-        if wanted:
-            for row, digest in zip(wanted, self._digests(batch, np.array(wanted)), strict=True):
+        if len(wanted):
+            digests = found[0]
+            for other in found[1:]:
+                digests = join_digests(digests, other)
+            for row, digest in zip(wanted.tolist(), digests.tolist(), strict=True):
                 sampling = batch.sampling[row]
                 assert sampling is not None
-                tokens[row] = self._model.token(int(digest), sampling, batch.output_indices[row])
-                logprobs[row] = self._model.logprob(int(digest), tokens[row], sampling)
+                tokens[row] = self._model.token(digest, sampling, batch.output_indices[row])
+                logprobs[row] = self._model.logprob(digest, tokens[row], sampling)
         return tuple(tokens), tuple(logprobs)
 
-    def _digests(self, batch: Batch, rows: npt.NDArray[np.int64]) -> U64:
-        counts = np.diff(batch.page_offsets)[rows].astype(np.int64)
+    def _digests(
+        self,
+        memory: _Memory,
+        table: PageTable,
+        kv_lens: I32,
+        rows: npt.NDArray[np.int64],
+        begins: I32 | None,
+    ) -> U64:
+        """Over the positions of `rows` from `begins` (or the first) to the end of each."""
+        if not len(rows):
+            return np.zeros(0, dtype=np.uint64)
+        page_size = self.memory.layout.page_size
+        first_pages = np.zeros(len(rows), dtype=np.int64) if begins is None else begins.astype(np.int64) // page_size
+        counts = np.diff(table.page_offsets)[rows].astype(np.int64) - first_pages
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)  # index of each page within its row
-        pages = batch.page_ids[np.repeat(batch.page_offsets[rows].astype(np.int64), counts) + within]
-        positions = within[:, None] * batch.page_size + np.arange(batch.page_size)
+        # The index of each page within its row.
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1] - first_pages, counts)
+        pages = table.page_ids[np.repeat(table.page_offsets[rows].astype(np.int64), counts) + within]
+        positions = within[:, None] * page_size + np.arange(page_size)
         weights = self._model.weights(positions)
-        weights[positions >= np.repeat(batch.kv_lens[rows], counts)[:, None]] = 0
-        per_page = (self._model.read(self._pages[pages]) * weights).sum(axis=1, dtype=np.uint64)
+        weights[positions >= np.repeat(kv_lens[rows], counts)[:, None]] = 0
+        if begins is not None:
+            weights[positions < np.repeat(begins, counts)[:, None]] = 0
+        per_page = (memory.read_pages(pages) * weights).sum(axis=1, dtype=np.uint64)
         return np.add.reduceat(per_page, starts[:-1])
 
 
 def fake_runner(
-    num_pages: int,
+    num_pages: int | Mapping[Component, int],
     page_size: int,
     *,
     bytes_per_token: int = 16,
     max_positions: int = 8192,
     cost: StepCost | None = None,
+    layout: KvLayout | None = None,
+    state_bytes: int = 64,
 ) -> FakeRunner:
-    """A fake runner with memory of its own. `num_pages` counts the null page."""
-    buffer = NumpyKvBuffer(num_pages, bytes_per_token * page_size, page_size, "fake")
-    return FakeRunner(KvMemory.full(buffer, page_size), max_positions=max_positions, cost=cost)
+    """A fake runner with memory of its own. `num_pages` counts the null page; a number alone is for one component.
+    Without `layout` all layers attend to everything. `state_bytes` is the size of a slot."""
+    layout = layout or KvLayout(page_size)
+    assert layout.page_size == page_size, (layout, page_size)
+    counts = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys(layout.components, num_pages)
+    assert isinstance(num_pages, Mapping) or len(counts) == 1, "each component has a pool of its own size"
+    buffers = {
+        component: NumpyKvBuffer(counts[component], state_bytes, 1, "fake-state")
+        if component is Component.STATE
+        else NumpyKvBuffer(counts[component], bytes_per_token * page_size, page_size, "fake")
+        for component in layout.components
+    }
+    return FakeRunner(KvMemory(layout, buffers), max_positions=max_positions, cost=cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +268,14 @@ class FakeAnswer:
 
 
 def fake_generate(
-    prompt: npt.NDArray[np.int32] | list[int], sampling: SamplingParams, n: int, vocab_size: int = FAKE_VOCAB_SIZE
+    prompt: npt.NDArray[np.int32] | list[int],
+    sampling: SamplingParams,
+    n: int,
+    vocab_size: int = FAKE_VOCAB_SIZE,
+    layout: KvLayout = ANY_FULL,
 ) -> list[int]:
     """The first `n` output tokens after `prompt`, whatever the stop conditions say."""
-    return list(_generate(prompt, sampling, n, frozenset(), vocab_size).tokens)
+    return list(_generate(prompt, sampling, n, frozenset(), vocab_size, layout).tokens)
 
 
 def fake_answer(
@@ -250,30 +283,83 @@ def fake_answer(
     sampling: SamplingParams,
     max_context_len: int,
     vocab_size: int = FAKE_VOCAB_SIZE,
+    layout: KvLayout = ANY_FULL,
 ) -> FakeAnswer:
     """The whole answer: up to and including a stop token ("stop"), else `max_tokens` or a full context ("length")."""
-    room = max(1, max_context_len - len(prompt))
-    return _generate(prompt, sampling, min(sampling.max_tokens, room), frozenset(sampling.stop_token_ids), vocab_size)
+    n = min(sampling.max_tokens, max(1, max_context_len - len(prompt)))
+    return _generate(prompt, sampling, n, frozenset(sampling.stop_token_ids), vocab_size, layout)
 
 
 def _generate(
-    prompt: npt.NDArray[np.int32] | list[int], sampling: SamplingParams, n: int, stop: frozenset[int], vocab_size: int
+    prompt: npt.NDArray[np.int32] | list[int],
+    sampling: SamplingParams,
+    n: int,
+    stop: frozenset[int],
+    vocab_size: int,
+    layout: KvLayout,
 ) -> FakeAnswer:
-    model = FakeModel(1, len(prompt) + n + 1, vocab_size)
-    hashes = model.hashes(np.asarray(prompt, dtype=np.int64), 0, _START)
-    weights = [int(weight) for weight in model.weights(np.arange(len(prompt) + n))]
-    salts = [int(salt) for salt in model._position_salt[: len(prompt) + n]]
-    digest = sum(int(value) * weight for value, weight in zip(hashes, weights, strict=False)) & _MASK
-    last = int(hashes[-1])
+    model = FakeModel(len(prompt) + n + 1, vocab_size)
+    kept = _Kept(model, layout, np.asarray(prompt, dtype=np.int64), len(prompt) + n)
     tokens: list[int] = []
     logprobs: list[TokenLogprob | None] = []
     for index in range(n):
+        digest = kept.digest()
         token = model.token(digest, sampling, index)
         tokens.append(token)
         logprobs.append(model.logprob(digest, token, sampling))
         if token in stop:
             return FakeAnswer(tuple(tokens), tuple(logprobs), "stop")
-        position = len(prompt) + index
-        last = (last * _A + _mix_int(token * _A + salts[position])) & _MASK
-        digest = (digest + last * weights[position]) & _MASK
+        kept.add(token)
     return FakeAnswer(tuple(tokens), tuple(logprobs), "length")
+
+
+class _Kept:
+    """What a sequence keeps, without pages: token by token, straight from the formulas of `fake_model`."""
+
+    def __init__(self, model: FakeModel, layout: KvLayout, prompt: npt.NDArray[np.int64], max_len: int) -> None:
+        self._layout = layout
+        self._only_full = layout.components == (Component.FULL,)  # the common case, kept fast
+        self._weights = [int(weight) for weight in model.weights(np.arange(max_len))]
+        self._salts = [int(salt) for salt in model.position_salt[:max_len]]
+        self._length = 0
+        self._full, self._full_digest, self._state = START, 0, 0
+        self._values: list[int] = []  # v of all positions
+        if self._only_full:
+            hashes = model.hashes(prompt, 0, START)
+            self._length, self._full = len(prompt), int(hashes[-1])
+            pairs = zip(hashes.tolist(), self._weights, strict=False)
+            self._full_digest = sum(value * weight for value, weight in pairs) & MASK
+        else:
+            for token in prompt.tolist():
+                self.add(token)
+
+    def add(self, token: int) -> None:
+        layout, i = self._layout, self._length
+        seed = (token * A + self._salts[i]) & MASK
+        if layout.full:
+            self._full = (self._full * A + mix_int(seed ^ FULL_SALT)) & MASK
+            self._full_digest = (self._full_digest + self._full * self._weights[i]) & MASK
+        if layout.window:
+            value = mix_int(seed ^ SWA_SALT)
+            for factor, before in ((A, i - 1), (B, i - layout.window + 1)):
+                if layout.window > 1 and before >= 0:
+                    value += factor * self._values[before]
+            self._values.append(value & MASK)
+        if layout.state:
+            self._state = (self._state * A + mix_int(seed ^ STATE_SALT)) & MASK
+        self._length += 1
+
+    def digest(self) -> int:
+        if self._only_full:
+            return self._full_digest
+        begin = max(0, self._length - self._layout.window)
+        live = zip(self._values[begin:], self._weights[begin:], strict=False)
+        of = {
+            Component.FULL: self._full_digest,
+            Component.SWA: sum(value * weight for value, weight in live) & MASK,
+            Component.STATE: self._state,
+        }
+        first, *others = [of[component] for component in self._layout.components]
+        for other in others:
+            first = (mix_int(first) + other) & MASK
+        return first

@@ -1,0 +1,152 @@
+"""The arithmetic of the fake model: what each component keeps of a token, and the token that follows from it.
+
+Everything is a 64-bit hash, all arithmetic modulo 2^64; `g` scrambles a token, its position and a salt per component:
+- full attention keeps h[i] = A h[i-1] + g(token, i) for each position;
+- a sliding window of W keeps v[i] = A v[i-1] + B v[i-W+1] + g(token, i): the newest and the oldest key that a query
+  sees, so that a page freed one token too early shows (terms of positions that are not visible, or do not exist, are
+  absent);
+- a recurrent state is s = A s + g(token, i), from 0 on.
+The digest of a sequence adds up every h, the v of the last W positions, and s; the next token is a hash of it. A
+sampled token also depends on (seed, output index), as with a real sampler.
+Never: memory, or where a hash lies in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.messages import SamplingParams, TokenLogprob
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+MASK = (1 << 64) - 1
+A = 0xD1342543DE82EF95  # odd: multiplication by it can be undone modulo 2^64
+B = 0x9FB21C651E98DF25  # odd
+_A_INVERSE = pow(A, -1, 1 << 64)
+START = 0x9E3779B97F4A7C15  # h[-1]
+_WORD_STEP = 0xBF58476D1CE4E5B8  # even
+_CHECK_STEP = 0x94D049BB133111EA  # even, so that 1 + k * step is odd
+FULL_SALT = 0
+SWA_SALT = 0x2545F4914F6CDD1D
+STATE_SALT = 0x5851F42D4C957F2D
+
+FAKE_VOCAB_SIZE = 258  # every byte, a begin and an end token: text passes through a byte tokenizer unharmed
+
+
+def mix(values: U64) -> U64:
+    """A bijective 64-bit scrambler (the finaliser of splitmix64), elementwise."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def mix_int(value: int) -> int:
+    value &= MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def _powers(base: int, count: int) -> U64:
+    """base^0 .. base^(count-1) modulo 2^64."""
+    factors = np.full(count, base, dtype=np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)
+
+
+class Spread:
+    """Spreads a hash over `words` 64-bit words by odd multipliers, so that damage to any byte of them shows."""
+
+    def __init__(self, words: int) -> None:
+        assert words > 0
+        index = np.arange(words, dtype=np.uint64)
+        # Word 0 is the hash itself. The check multipliers are odd and their sum below is even, so that `read` gives
+        # every word an odd factor: no bit of any word can be damaged without a trace.
+        self._spread = np.where(index == 0, np.uint64(1), index * np.uint64(_WORD_STEP))
+        self._check = index * np.uint64(_CHECK_STEP) + np.uint64(1)
+        self._scale = (self._spread[1:] * self._check[1:]).sum(dtype=np.uint64)
+
+    def write(self, hashes: U64) -> U64:
+        """The words that are stored for each hash: [..., words]."""
+        words: U64 = hashes[..., None] * self._spread
+        return words
+
+    def read(self, words: U64) -> U64:
+        """The hash that the stored words [..., words] stand for; one damaged word gives another hash."""
+        first = words[..., 0]
+        checked = (words[..., 1:] * self._check[1:]).sum(axis=-1, dtype=np.uint64)
+        hashes: U64 = first + (checked - first * self._scale)
+        return hashes
+
+
+class FakeModel:
+    """For sequences of up to `max_positions`."""
+
+    def __init__(self, max_positions: int, vocab_size: int = FAKE_VOCAB_SIZE) -> None:
+        assert min(max_positions, vocab_size - 1) > 0, (max_positions, vocab_size)
+        self.vocab_size = vocab_size
+        self._power = _powers(A, max_positions + 1)
+        self._inverse = _powers(_A_INVERSE, max_positions + 1)
+        self.position_salt = mix(np.arange(max_positions + 1, dtype=np.uint64) + np.uint64(START))
+        self._weight = self.position_salt | np.uint64(1)
+
+    def scrambled(self, tokens: I64, positions: I64 | slice, salt: int) -> U64:
+        """g of tokens at their positions."""
+        scrambled: U64 = mix(
+            (tokens.astype(np.uint64) * np.uint64(A) + self.position_salt[positions]) ^ np.uint64(salt)
+        )
+        return scrambled
+
+    def hashes(self, tokens: I64, first_position: int, previous: int, salt: int = FULL_SALT) -> U64:
+        """h (or s) of consecutive positions from `first_position` on, given that of the position before."""
+        positions = slice(first_position, first_position + len(tokens))
+        return self._chain(self.scrambled(tokens, positions, salt), previous)
+
+    def window_hashes(self, tokens: I64, first_position: int, before: U64, window: int) -> U64:
+        """v of consecutive positions from `first_position` on; `before` are those of the W - 1 (or all) before it."""
+        increments = self.scrambled(tokens, slice(first_position, first_position + len(tokens)), SWA_SALT)
+        if window == 1:
+            return increments
+        values = np.concatenate((before, increments))
+        done = len(before)
+        while done < len(values):  # so many at a time that the oldest key of each is known
+            stop = min(len(values), done + window - 1)
+            oldest = max(0, done - window + 1)  # place in `values`; positions before the sequence have none
+            known = values[oldest : max(0, stop - window + 1)]
+            values[stop - len(known) : stop] += known * np.uint64(B)
+            previous = int(values[done - 1]) if done else 0
+            values[done:stop] = self._chain(values[done:stop], previous)
+            done = stop
+        return values[len(before) :]
+
+    def _chain(self, increments: U64, previous: int) -> U64:
+        """x[i] = A x[i-1] + increments[i]."""
+        count = len(increments)
+        sums: U64 = np.cumsum(increments * self._inverse[:count], dtype=np.uint64)
+        return (sums + np.uint64((previous * A) & MASK)) * self._power[:count]
+
+    def weights(self, positions: I64) -> U64:
+        """How much each position counts in the digest of a sequence; odd, so that no bit is lost."""
+        weights: U64 = self._weight[positions]
+        return weights
+
+    def token(self, digest: int, sampling: SamplingParams, output_index: int) -> int:
+        """The next token, from the digest of all that is kept of the tokens before it."""
+        salt = mix_int(sampling.seed * A + output_index + 1) if sampling.temperature > 0 else 0
+        return mix_int(digest ^ salt) % self.vocab_size
+
+    def logprob(self, digest: int, token: int, sampling: SamplingParams) -> TokenLogprob | None:
+        """Made-up but reproducible log probabilities, when asked for."""
+        if sampling.logprobs < 0:
+            return None
+        own = -((digest >> 44) & 0xFFFFF) / float(1 << 18)
+        top = tuple(((token + rank) % self.vocab_size, own - rank) for rank in range(sampling.logprobs))
+        return TokenLogprob(logprob=own, top=top)
+
+
+def join_digests(first: U64, second: U64) -> U64:
+    """Of two components of the same sequences."""
+    joined: U64 = mix(first) + second
+    return joined
