@@ -36,6 +36,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiersConfig:
+    """Where a decode worker keeps copies of cached pages below its pool. Off unless a level is named. Only for models
+    whose layers all attend to every token."""
+
+    host_bytes: int = 0  # host memory per decode worker; committed as it fills
+    disk_path: str = ""  # a local directory; each decode worker has its own below it, which survives restarts
+    disk_bytes: int = 16 << 30  # per decode worker
+    external: str = ""  # file:///directory, shared by all decode workers, of other hosts too if it is mounted there
+    external_bytes: int = 64 << 30  # of all together
+    write: Literal["through", "back"] = "through"  # to every level at once; or to the next when one gives a page up
+    restore_min_pages: int = 2  # fewer are not worth asking for: a prefill worker sends them with the rest
+    restore_deadline_s: float = 2.0  # a slower restore is cut short; what has landed is kept
+    max_queued_jobs: int = 64  # stores beyond it are dropped, restores come back empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig:
     """One worker's pool. `num_pages` wins over `pool_bytes`. Page 0 (the null page) comes on top."""
 
@@ -44,6 +60,7 @@ class KvConfig:
     num_pages: int | None = None
     prefix_cache: Literal["radix", "chunk"] = "radix"
     strip_thinking_cache: bool = False  # answers that began by thinking are not cached: the next turn has no thinking
+    tiers: TiersConfig = field(default_factory=TiersConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +197,7 @@ def validate(config: ClusterConfig) -> None:
             "smaller than one hand-off's credit (region_bytes x credit_regions)",
             f"at least {config.transfer.region_bytes * config.transfer.credit_regions}",
         )
+    _validate_tiers(config.kv)
     if config.decode < 1:
         raise ConfigError("decode", config.decode, "at least one decode worker is needed: it answers the requests")
     if config.prefill < 0:
@@ -199,11 +217,30 @@ def validate(config: ClusterConfig) -> None:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
 
+def _validate_tiers(kv: KvConfig) -> None:
+    tiers = kv.tiers
+    if tiers.disk_path and not tiers.disk_path.startswith("/"):
+        raise ConfigError("kv.tiers.disk_path", tiers.disk_path, "must be an absolute path: workers start elsewhere")
+    if tiers.external and not tiers.external.startswith("file:///"):
+        hint = "for example file:///mnt/shared/baton-kv"
+        raise ConfigError("kv.tiers.external", tiers.external, "the external store is a directory: file:///path", hint)
+    if kv.prefix_cache == "chunk" and (tiers.host_bytes or tiers.disk_path or tiers.external):
+        hint = "kv.prefix_cache=radix"
+        raise ConfigError(
+            "kv.tiers", kv.prefix_cache, "tiers lie below a prefix cache, and this one keeps nothing", hint
+        )
+
+
 def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
     return [
         ("model.max_model_len", config.model.max_model_len),
         ("kv.pool_bytes", config.kv.pool_bytes),
         ("kv.num_pages", config.kv.num_pages),
+        ("kv.tiers.disk_bytes", config.kv.tiers.disk_bytes),
+        ("kv.tiers.external_bytes", config.kv.tiers.external_bytes),
+        ("kv.tiers.restore_min_pages", config.kv.tiers.restore_min_pages),
+        ("kv.tiers.restore_deadline_s", config.kv.tiers.restore_deadline_s),
+        ("kv.tiers.max_queued_jobs", config.kv.tiers.max_queued_jobs),
         ("prefill_worker.chunk_tokens", config.prefill_worker.chunk_tokens),
         ("prefill_worker.max_queued_requests", config.prefill_worker.max_queued_requests),
         ("decode_worker.max_running_requests", config.decode_worker.max_running_requests),
@@ -231,6 +268,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
 
 def _natural_settings(config: ClusterConfig) -> list[tuple[str, int]]:
     return [
+        ("kv.tiers.host_bytes", config.kv.tiers.host_bytes),
         ("decode_worker.num_reserved_decode_tokens", config.decode_worker.num_reserved_decode_tokens),
         ("decode_worker.local_prefill_max_tokens", config.decode_worker.local_prefill_max_tokens),
         ("decode_worker.max_sessions", config.decode_worker.max_sessions),
