@@ -40,9 +40,9 @@ sim: $(READY)
 	$(BIN)/python -m baton.deploy.sim --seed $(FIRST) --seeds $(SEEDS)
 	$(BIN)/python -m pytest -m slow tests/sim
 
-# A hundred processes killed at random moments under load; minutes.
+# A hundred processes killed at random moments under load, and 20,000 requests through tiny pools; minutes each.
 soak: $(READY)
-	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py
+	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py
 
 # All 200 reference prompts through a real cluster with the real model: 3 lanes, prefix cache on and off; half an hour.
 parity: $(READY)
