@@ -16,18 +16,20 @@ from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 MAX_TOKENS = 1 << 20
-MAX_REGION_PAGES = 1 << 16
+MAX_REGION_UNITS = 1 << 16
 
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
-PageIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_PAGES)]
+UnitIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_UNITS)]
 ShortStr = Annotated[str, Meta(max_length=256)]
 SessionIdStr = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
+RegionUnits = Annotated[int, Meta(ge=1, le=MAX_REGION_UNITS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -252,7 +254,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     ttl_s: Seconds
     lane: ShortStr
     credit: Count  # regions with seq < credit may be sent
-    region_pages: Annotated[int, Meta(ge=1, le=MAX_REGION_PAGES)]  # most pages in one region
+    region_units: Annotated[tuple[RegionUnits, ...], Meta(max_length=len(Component))]  # most in a region, by segment
     tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
 
 
@@ -270,18 +272,20 @@ class Refuse(_Message, frozen=True, kw_only=True):
     retry_after_s: Seconds = 0.0
 
 
-class Chunk(_Message, frozen=True, kw_only=True):
-    """prefill -> decode: region `seq` holds the KV of tokens [first_token, first_token + tokens). Its bytes travel on
-    the data lane under `tag`, or wait in `source_pages` to be pulled (lane "local"). Re-sent until Ack."""
+class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):
+    """prefill -> decode: region `seq` holds units [first_unit, first_unit + units) of the hand-off's segment of
+    `component` (transfer/plan.py). Its bytes travel on the data lane under `tag`, or wait in `source_pages` to be
+    pulled (lane "local"). Re-sent until Ack."""
 
     key: HandoffKey
     seq: Count
     tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # tag_base + seq, or the fresh one that a Nack named
-    first_token: Count
-    tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    component: Component = Component.FULL
+    first_unit: Count
+    units: RegionUnits
     nbytes: Count
     digest: Count  # xxh3-64 of the region's bytes
-    source_pages: PageIds = b""
+    source_pages: UnitIds = b""
 
 
 class Ack(_Message, frozen=True, kw_only=True):
@@ -301,8 +305,8 @@ class Nack(_Message, frozen=True, kw_only=True):
 
 
 class Done(_Message, frozen=True, kw_only=True):
-    """prefill -> decode: all of [start, total_tokens) has been announced in `regions` regions. Re-sent until Commit or
-    Cancel. Both sides compare the counts."""
+    """prefill -> decode: all segments of [start, total_tokens) have been announced in `regions` regions. Re-sent until
+    Commit or Cancel. Both sides compare the counts."""
 
     key: HandoffKey
     regions: Count

@@ -19,11 +19,13 @@ from typing import assert_never
 
 from baton.common.config import TransferConfig
 from baton.common.engine.batch import KvMemory
-from baton.common.errors import ErrorCode
+from baton.common.errors import ConfigError, ErrorCode
 from baton.common.ids import HandoffKey, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.log import EventLog
-from baton.common.messages import Failure, LaneAddress, Member, unpack_tokens
+from baton.common.messages import MAX_REGION_UNITS, Failure, LaneAddress, Member, unpack_tokens
 from baton.transfer.link import Chosen, CloseLink, LaneView, Links, NoLane, OpenLink, Wait
+from baton.transfer.plan import Span
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -53,7 +55,7 @@ from baton.transfer.staging import (
     StagingHandler,
     StagingRing,
     digest_of,
-    digest_of_pages,
+    unit_rows,
 )
 from baton.transfer.transports.base import (
     Bytes,
@@ -121,7 +123,8 @@ class _Op:
 
 
 class DataPlane:
-    """See the module. `staged` and `pull` are the lanes that this process has; `config.lanes` orders them."""
+    """See the module. `staged` and `pull` are the lanes that this process has; `config.lanes` orders them. Raises
+    ConfigError when there are staged lanes and a page is larger than their slots."""
 
     def __init__(
         self,
@@ -131,12 +134,14 @@ class DataPlane:
         pull: Sequence[PullTransport] = (),
     ) -> None:
         self._config = config
-        self._handler = StagingHandler(memory.main.as_bytes(), memory.layout.page_size)
+        self._handler = StagingHandler(unit_rows(memory))
         self._staged = {transport.lane: transport for transport in staged}
         self._pull = {transport.lane: transport for transport in pull}
         assert self._pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"
         assert not self._staged.keys() & PULL_LANES
         self._transports: dict[str, Transport] = {**self._staged, **self._pull}
+        for component in memory.layout.components if staged else ():
+            _check_unit_fits(component, self._handler.unit_bytes(component), config.region_bytes)
         self._links = Links([lane for lane in config.lanes if lane in self._transports])
         self._receive_ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
         self._send_ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
@@ -256,27 +261,24 @@ class DataPlane:
 
     def _prepare(self, effect: PrepareSink, lane: str, reason: str) -> bool:
         """False: no slot is free."""
-        pages = unpack_tokens(effect.pages)
-        region_pages = self._config.region_bytes // self._handler.page_bytes
-        credit = max(1, min(self._config.credit_regions, len(pages)))
+        credit = min(self._config.credit_regions, sum(span.units for span in effect.spans))
         if lane in self._staged:
-            if region_pages == 0:
-                del self._waiting[effect.key]
-                why = f"a page of {self._handler.page_bytes} bytes is larger than transfer.region_bytes"
-                failure = Failure(code=ErrorCode.INTERNAL, reason=why)
-                self._events.append(SinkNotPrepared(effect.key, failure, peer_lost=False))
-                return True
             credit = self._receive_ring.reserve(effect.key, credit)
             if credit == 0:
                 return False
         del self._waiting[effect.key]
-        self._handler.register_decode_req(effect.key, pages, effect.start, effect.total_tokens)
+        self._handler.register_decode_req(effect.key, effect.spans)
         self._sinks[effect.key] = _Sink(effect.peer, lane)
-        self._events.append(SinkPrepared(effect.key, lane, credit, max(1, region_pages)))
+        region_units = tuple(self._region_units(span.component) for span in effect.spans)
+        self._events.append(SinkPrepared(effect.key, lane, credit, region_units))
         if self._lane_in_use.get(effect.peer) != lane:
             self._lane_in_use[effect.peer] = lane
             _log.info("lane", peer=effect.peer.worker, lane=lane, reason=reason)
         return True
+
+    def _region_units(self, component: Component) -> int:
+        """Most in a region. One at least: on a pull lane a region of one unit may be larger than a slot."""
+        return max(1, min(self._config.region_bytes // self._handler.unit_bytes(component), MAX_REGION_UNITS))
 
     def _land(self, effect: LandRegion, now: float) -> None:
         if effect.lane in self._pull:
@@ -295,16 +297,18 @@ class DataPlane:
         self._staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
 
     def _pull_region(self, effect: LandRegion, now: float) -> None:
-        pages = self._handler.pages_of(effect.key, effect.chunk)
+        chunk = effect.chunk
+        units = self._handler.units_of(effect.key, chunk)
         started = time.perf_counter()
-        if isinstance(pages, NotMine):
-            self._answer_landed(effect, pages, now)
+        if isinstance(units, NotMine):
+            self._answer_landed(effect, units, now)
             return
-        failed = self._pull[effect.lane].pull(effect.peer, unpack_tokens(effect.chunk.source_pages), pages)
+        pull = self._pull[effect.lane].pull
+        failed = pull(effect.peer, chunk.component, unpack_tokens(chunk.source_pages), units)
         if failed is not None:
             self._fail_sink(effect, failed.reason, failed.peer_lost, now)
         else:
-            self._answer_landed(effect, self._handler.verify_pulled(effect.key, effect.chunk, pages, started), now)
+            self._answer_landed(effect, self._handler.verify_pulled(effect.key, chunk, units, started), now)
 
     def _on_received(self, effect: LandRegion, data: Bytes, now: float) -> None:
         self._answer_landed(effect, self._handler._scatter_region(effect.key, effect.chunk, data), now)
@@ -349,16 +353,16 @@ class DataPlane:
 
     def _send_region(self, effect: SendRegion) -> bool:
         """False: no slot is free."""
-        pages = unpack_tokens(effect.pages)
+        component, units = effect.span.component, unpack_tokens(effect.span.pages)
         counters = self._counters_of(effect)
         if effect.lane in self._pull:
-            nbytes = len(pages) * self._handler.page_bytes
-            digest = digest_of_pages(self._handler.pool, pages)
+            nbytes = len(units) * self._handler.unit_bytes(component)
+            digest = self._handler.digest(component, units)
         else:
             lease = self._send_ring.lease_free(effect.key, effect.seq)
             if lease is None:
                 return False
-            payload = self._handler.gather(pages, lease.view)
+            payload = self._handler.gather(component, units, lease.view)
             nbytes, digest = len(payload), digest_of(payload)
             op = next(self._op_numbers)
             self._ops[op] = _Op(effect, lease, self._send_ring)
@@ -367,6 +371,9 @@ class DataPlane:
         counters.bytes_out += nbytes
         self._events.append(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest))
         return True
+
+    def _region_bytes(self, span: Span) -> int:
+        return span.units * self._handler.unit_bytes(span.component)
 
     def _fail_source(self, effect: SendRegion, reason: str) -> None:
         failure = Failure(code=ErrorCode.INTERNAL, reason=f"lane {effect.lane}: {reason}")
@@ -390,9 +397,7 @@ class DataPlane:
             effect = self._to_send[0]
             if effect.lane not in self._transports:
                 self._fail_source(effect, "this process does not have it")
-            elif len(effect.pages) // 4 * self._handler.page_bytes > self._config.region_bytes and (
-                effect.lane in self._staged
-            ):
+            elif effect.lane in self._staged and self._region_bytes(effect.span) > self._config.region_bytes:
                 self._fail_source(effect, "the region is larger than a slot")
             elif not self._send_region(effect):
                 return
@@ -441,3 +446,10 @@ class DataPlane:
     def _take_events(self) -> list[DataEvent]:
         events, self._events = self._events, []
         return events
+
+
+def _check_unit_fits(component: Component, unit_bytes: int, region_bytes: int) -> None:
+    if unit_bytes > region_bytes:
+        reason = f"a page of {component} KV has {unit_bytes} bytes and travels whole, in a staging slot of this size"
+        nearest = f"at least {unit_bytes}, and transfer.staging_ring_bytes for transfer.credit_regions of them"
+        raise ConfigError("transfer.region_bytes", region_bytes, reason, nearest)

@@ -27,7 +27,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, Stamp, WorkerId
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -57,6 +57,7 @@ from baton.transfer.api import (
     SinkFailed,
     SourceCommand,
 )
+from baton.transfer.plan import Segment, Span, segments_of, unit_ids
 from baton.transfer.session import sink, source
 from baton.transfer.session.book import HISTORY_LENGTH, Machine, SessionBook, Transition
 from baton.transfer.session.effects import (
@@ -110,19 +111,22 @@ class SessionInfo:
 
 
 class Endpoint:
-    """Every method takes the time and returns what to do, in order. `lanes` are those this process can send on."""
+    """Every method takes the time and returns what to do, in order. `lanes` are those this process can send on; a state
+    travels in `state_pieces` units. All peers have the same layout."""
 
     def __init__(
         self,
         stamp: Stamp,
         config: TransferConfig,
-        page_size: int,
+        layout: KvLayout,
         lanes: Iterable[str],
+        *,
+        state_pieces: int = 1,
         max_live_sources: int = MAX_LIVE_SOURCES,
     ) -> None:
         self._stamp = stamp
         self._config = config
-        self._page_size = page_size
+        self._layout = layout
         self._lanes = frozenset(lanes)
         self._max_live_sources = max_live_sources
         self._members: dict[WorkerId, Stamp] = {}
@@ -130,8 +134,8 @@ class Endpoint:
         self._next_tag = (stamp.epoch % (1 << (63 - TAG_COUNTER_BITS))) << TAG_COUNTER_BITS
         self._counters: Counter[str] = Counter()
         self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
-        rules = SessionRules(page_size, config.resend_after_s)
-        bounds = (rules, config.tombstone_ttl_s, config.max_tombstones, self._counters, self._history)
+        self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces)
+        bounds = (self._rules, config.tombstone_ttl_s, config.max_tombstones, self._counters, self._history)
         self._sinks = SessionBook(SINK, *bounds)
         self._sources = SessionBook(SOURCE, *bounds)
 
@@ -252,13 +256,21 @@ class Endpoint:
 
     def _open_sink(self, command: OpenSink, now: float) -> tuple[sink.SinkOutput, ...]:
         peer = self._members.get(command.peer)
+        segments = segments_of(self._layout, command.start, len(command.tokens), self._rules.state_pieces)
+        given = {component for component, pages in command.pages.items() if len(pages)}
+        assert given == {one.component for one in segments}, f"pages of {given} for {segments}"
+        spans = tuple(
+            Span(one.component, 0, unit_ids(one.component, command.pages[one.component], self._rules.state_pieces))
+            for one in segments
+        )
         order = sink.SinkOrder(
             key=command.key,
             peer=peer or Stamp(command.peer, 0, Epoch(0)),
             request_id=command.request_id,
             tokens=pack_tokens(command.tokens),
             start=command.start,
-            pages=pack_tokens(command.pages[Component.FULL]),
+            segments=segments,
+            spans=spans,
             sample=command.sample,
             sampling=command.sampling,
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),
@@ -269,7 +281,7 @@ class Endpoint:
             failed = SinkFailed(command.key, command.peer, failure, command.start, 0, "", peer_lost=True)
             first: sink.SinkStep = Step(sink.Closed(order, failure), Verdict.MOVE, (EngineEvent(failed),))
         else:
-            first = sink.open_sink(order, SessionRules(self._page_size, self._config.resend_after_s))
+            first = sink.open_sink(order, self._rules)
             self._next_tag += order.tag_count
         return self._sinks.open(command.key, first, now)
 
@@ -298,19 +310,20 @@ class Endpoint:
                 failure = Failure(code=ErrorCode.INTERNAL, reason="this hand-off id is another worker's")
                 return (_frame_to(peer, Refuse(key=offer.key, failure=failure)),)
             return self._sources.apply(offer.key, offer, now)
-        refusal = self._refusal(offer)
+        tokens = unpack_tokens(offer.tokens)
+        segments = self._segments_of_offer(offer.start, len(tokens))
+        refusal = self._refusal(offer, segments)
         if refusal is not None:
             self._sources.bury_unasked(offer.key, source.Refused(peer, refusal), now)
             return (_frame_to(peer, refusal),)
-        tokens = unpack_tokens(offer.tokens)
         terms = source.SourceTerms(
             key=offer.key,
             peer=peer,
             lane=offer.lane,
-            start=offer.start,
             total=len(tokens),
+            segments=segments,
             sample=offer.sample,
-            region_pages=offer.region_pages,
+            region_units=offer.region_units,
             tag_base=offer.tag_base,
             deadline_s=now + min(offer.ttl_s, self._config.handoff_ttl_s),
         )
@@ -319,13 +332,20 @@ class Endpoint:
         )
         return self._sources.open(offer.key, source.accept_offer(terms, offer.credit, received), now)
 
-    def _refusal(self, offer: Offer) -> Refuse | None:
-        total = len(offer.tokens) // 4
+    def _segments_of_offer(self, start: int, total: int) -> tuple[Segment, ...]:
+        """None when that is no range to hand over."""
+        if not 0 <= start < total or start % self._layout.page_size:
+            return ()
+        return segments_of(self._layout, start, total, self._rules.state_pieces)
+
+    def _refusal(self, offer: Offer, segments: Sequence[Segment]) -> Refuse | None:
         reason = ""
         if offer.lane not in self._lanes:
             reason = f"lane {offer.lane!r} is not served here, only {', '.join(sorted(self._lanes))}"
-        elif not 0 <= offer.start < total or offer.start % self._page_size:
-            reason = f"cannot start at token {offer.start} of {total}"
+        elif not segments:
+            reason = f"cannot start at token {offer.start} of {len(offer.tokens) // 4}"
+        elif len(offer.region_units) != len(segments):
+            reason = f"an offer of {len(offer.region_units)} segments, where {len(segments)} are to be sent"
         elif offer.credit < 1:
             reason = "an offer without credit"
         if reason:

@@ -47,6 +47,7 @@ from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
+from baton.transfer.staging import state_pieces_of
 
 POSTED_MESSAGES = 1 << 16
 POSTED_PER_TURN = 1024
@@ -83,7 +84,7 @@ class _HandOffs:
         self.receives_from = "prefill" if role == "decode" else ""
         self.data = DataPlane(config.transfer, memory, built.staged, built.pull)
         names = [transport.lane for transport in (*built.staged, *built.pull)]
-        self.endpoint = Endpoint(stamp, config.transfer, memory.layout.page_size, names)
+        self.endpoint = Endpoint(stamp, config.transfer, memory.layout, names, state_pieces=state_pieces_of(memory))
 
 
 class IoThread:

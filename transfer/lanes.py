@@ -11,6 +11,7 @@ from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
 from baton.transfer.mesh import Mesh
+from baton.transfer.staging import unit_rows
 from baton.transfer.transports.base import PullTransport, StagedTransport
 from baton.transfer.transports.local import LocalTransport
 from baton.transfer.transports.ucx import UcxTransport, why_unavailable
@@ -38,7 +39,7 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     for lane in config.transfer.lanes:
         match lane:
             case "local":
-                pull.append(LocalTransport(memory.main.as_bytes()))
+                pull.append(LocalTransport(unit_rows(memory)))
             case "zmq":
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
             case "ucx":

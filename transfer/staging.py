@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import xxhash
 
+from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffKey
-from baton.common.messages import Chunk
-from baton.common.units import pages_for_tokens, whole_pages
-from baton.transfer.transports.base import Bytes, PageIds
+from baton.common.kv.layout import Component
+from baton.common.messages import Chunk, unpack_tokens
+from baton.transfer.plan import Span, pieces_of_state
+from baton.transfer.transports.base import Bytes, UnitIds
 
 
 @dataclass(slots=True, eq=False)
@@ -106,15 +108,6 @@ class StagingRing:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeReq:
-    """The destination of one hand-off: pages of exactly the tokens [start, total_tokens)."""
-
-    pages: PageIds
-    start: int
-    total_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Scattered:
     """The region is in its pages."""
 
@@ -140,87 +133,105 @@ Scatter = Scattered | Damaged | NotMine
 
 
 class StagingHandler:
-    """Copies regions between staging memory and one pool's pages. `pool` is uint8 [num_pages, page_bytes]."""
+    """Copies regions between staging memory and the units of each component's pool (`unit_rows`)."""
 
-    def __init__(self, pool: Bytes, page_size: int) -> None:
-        assert pool.ndim == 2
-        assert pool.flags.c_contiguous, "one page is one contiguous block"
-        self.pool = pool
-        self.page_size = page_size
-        self.page_bytes = pool.shape[1]
-        self._reqs: dict[HandoffKey, DecodeReq] = {}
-        self._landed: dict[HandoffKey, dict[int, tuple[int, int]]] = {}
+    def __init__(self, pools: Mapping[Component, Bytes]) -> None:
+        for pool in pools.values():
+            assert pool.ndim == 2
+            assert pool.flags.c_contiguous, "one unit is one contiguous block"
+        self.pools = dict(pools)
+        self._destinations: dict[HandoffKey, dict[Component, UnitIds]] = {}
+        self._landed: dict[HandoffKey, dict[int, Chunk]] = {}
 
-    def register_decode_req(self, key: HandoffKey, pages: PageIds, start: int, total_tokens: int) -> None:
-        """From now on regions of `key` may land in `pages`, until `forget`. Before the offer leaves, so that no region
-        can arrive unexpected."""
-        assert key not in self._reqs, f"{key} is registered"
-        assert start % self.page_size == 0, f"start {start} is not page-aligned"
-        assert len(pages) == pages_for_tokens(total_tokens - start, self.page_size), (len(pages), start, total_tokens)
-        assert len(pages) == 0 or (pages.min() > 0 and pages.max() < len(self.pool)), "a page outside of the pool"
-        self._reqs[key] = DecodeReq(pages, start, total_tokens)
+    def unit_bytes(self, component: Component) -> int:
+        return int(self.pools[component].shape[1])
+
+    def register_decode_req(self, key: HandoffKey, spans: Sequence[Span]) -> None:
+        """From now on regions of `key` may land in the units of `spans`, one for each whole segment, until `forget`.
+        Before the offer leaves, so that no region can arrive unexpected."""
+        assert key not in self._destinations, f"{key} is registered"
+        destination = {span.component: unpack_tokens(span.pages) for span in spans}
+        assert len(destination) == len(spans), "two segments of one component"
+        for component, units in destination.items():
+            assert units.min() > 0, "the null page"
+            assert units.max() < len(self.pools[component]), "a page outside of the pool"
+        self._destinations[key] = destination
         self._landed[key] = {}
 
     def forget(self, key: HandoffKey) -> None:
         """After this nothing of `key` writes a page. Unknown is fine."""
-        self._reqs.pop(key, None)
+        self._destinations.pop(key, None)
         self._landed.pop(key, None)
 
-    def landed_spans(self, key: HandoffKey) -> list[tuple[int, int]]:
-        """[first, end) in tokens of the regions that have landed, in order."""
-        return sorted(self._landed.get(key, {}).values())
-
-    def pages_of(self, key: HandoffKey, chunk: Chunk) -> PageIds | NotMine:
-        """The registered pages that `chunk` covers, or why it covers none: every boundary but the last is
-        page-aligned, and the span lies within the registration."""
-        req = self._reqs.get(key)
-        if req is None:
+    def units_of(self, key: HandoffKey, chunk: Chunk) -> UnitIds | NotMine:
+        """The registered units that `chunk` covers, or why it covers none."""
+        destination = self._destinations.get(key)
+        if destination is None:
             return NotMine("no such hand-off is registered")
-        first, end = chunk.first_token, chunk.first_token + chunk.tokens
-        if first % self.page_size or (end % self.page_size and end != req.total_tokens):
-            return NotMine(f"region [{first}, {end}) is not page-aligned")
-        if not req.start <= first < end <= req.total_tokens:
-            return NotMine(f"region [{first}, {end}) is outside of [{req.start}, {req.total_tokens})")
-        if self._landed[key].get(chunk.seq, (first, end)) != (first, end):
+        end = chunk.first_unit + chunk.units
+        registered = destination.get(chunk.component)
+        if registered is None or end > len(registered):
+            count = 0 if registered is None else len(registered)
+            return NotMine(f"units [{chunk.first_unit}, {end}) of {chunk.component} are outside of {count}")
+        before = self._landed[key].get(chunk.seq, chunk)
+        if (before.component, before.first_unit, before.units) != (chunk.component, chunk.first_unit, chunk.units):
             return NotMine(f"region {chunk.seq} has landed elsewhere")
-        offset = whole_pages(first - req.start, self.page_size)
-        return req.pages[offset : offset + pages_for_tokens(chunk.tokens, self.page_size)]
+        return registered[chunk.first_unit : end]
 
     def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
-        """Verifies the staged bytes of `chunk` and copies them into its pages. The only writer of a peer's bytes."""
-        pages = self.pages_of(key, chunk)
-        if isinstance(pages, NotMine):
-            return pages
-        damage = self._damage(chunk, len(pages), data)
-        if damage:
-            return Damaged(damage)
+        """Verifies the staged bytes of `chunk` and copies them into its units. The only writer of a peer's bytes."""
+        units = self.units_of(key, chunk)
+        if isinstance(units, NotMine):
+            return units
+        pool = self.pools[chunk.component]
+        expected = len(units) * pool.shape[1]
+        if not len(data) == chunk.nbytes == expected:
+            return Damaged(f"{len(data)} bytes came, {chunk.nbytes} were announced, {expected} belong there")
+        if digest_of(data) != chunk.digest:
+            return Damaged("digest differs")
         started = time.perf_counter()
-        scatter_pages(self.pool, pages, data)
+        scatter_pages(pool, units, data)
         return self._note_landed(key, chunk, started)
 
-    def verify_pulled(self, key: HandoffKey, chunk: Chunk, pages: PageIds, started: float) -> Scatter:
-        """The same for a lane that has copied into the pages itself: they are the hand-off's and hold nothing yet, so
+    def verify_pulled(self, key: HandoffKey, chunk: Chunk, units: UnitIds, started: float) -> Scatter:
+        """The same for a lane that has copied into the units itself: they are the hand-off's and hold nothing yet, so
         they may hold a damaged region until it is pulled again. `started` is when the copy began."""
-        if chunk.nbytes != len(pages) * self.page_bytes:
-            return Damaged(f"{chunk.nbytes} bytes announced for {len(pages)} pages")
-        if digest_of_pages(self.pool, pages) != chunk.digest:
+        pool = self.pools[chunk.component]
+        if chunk.nbytes != len(units) * pool.shape[1]:
+            return Damaged(f"{chunk.nbytes} bytes announced for {len(units)} units of {pool.shape[1]}")
+        if digest_of_pages(pool, units) != chunk.digest:
             return Damaged("digest differs")
         return self._note_landed(key, chunk, started)
 
-    def gather(self, pages: PageIds, out: Bytes) -> Bytes:
-        """Copies `pages` into the front of `out`, one after the other, and returns that part of it."""
-        filled = out[: len(pages) * self.page_bytes]
-        gather_pages(self.pool, pages, filled)
+    def gather(self, component: Component, units: UnitIds, out: Bytes) -> Bytes:
+        """Copies `units` into the front of `out`, one after the other, and returns that part of it."""
+        pool = self.pools[component]
+        filled = out[: len(units) * pool.shape[1]]
+        gather_pages(pool, units, filled)
         return filled
 
-    def _damage(self, chunk: Chunk, pages: int, data: Bytes) -> str:
-        if not len(data) == chunk.nbytes == pages * self.page_bytes:
-            return f"{len(data)} bytes came, {chunk.nbytes} were announced, {pages * self.page_bytes} belong there"
-        return "" if digest_of(data) == chunk.digest else "digest differs"
+    def digest(self, component: Component, units: UnitIds) -> int:
+        """xxh3-64 of the units' bytes, as if gathered."""
+        return digest_of_pages(self.pools[component], units)
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
-        self._landed[key][chunk.seq] = (chunk.first_token, chunk.first_token + chunk.tokens)
+        self._landed[key][chunk.seq] = chunk
         return Scattered(chunk.nbytes, time.perf_counter() - started)
+
+
+def state_pieces_of(memory: KvMemory) -> int:
+    """Units of a state in this memory; 1 where there is none."""
+    state = memory.buffers.get(Component.STATE)
+    return pieces_of_state(state.page_bytes) if state is not None else 1
+
+
+def unit_rows(memory: KvMemory) -> dict[Component, Bytes]:
+    """The pools as what travels: uint8 [units, bytes of one] views over the live memory."""
+    pieces = dict.fromkeys(memory.buffers, 1) | {Component.STATE: state_pieces_of(memory)}
+    return {
+        component: buffer.as_bytes().reshape(buffer.num_pages * pieces[component], -1)
+        for component, buffer in memory.buffers.items()
+    }
 
 
 def digest_of(data: Bytes) -> int:
@@ -228,7 +239,7 @@ def digest_of(data: Bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(data.data))
 
 
-def digest_of_pages(pool: Bytes, pages: PageIds) -> int:
+def digest_of_pages(pool: Bytes, pages: UnitIds) -> int:
     """xxh3-64 of the pages' bytes, as if gathered."""
     hasher = xxhash.xxh3_64()
     page_bytes = pool.shape[1]
@@ -238,7 +249,7 @@ def digest_of_pages(pool: Bytes, pages: PageIds) -> int:
     return int(hasher.intdigest())
 
 
-def scatter_pages(pool: Bytes, pages: PageIds, data: Bytes) -> None:
+def scatter_pages(pool: Bytes, pages: UnitIds, data: Bytes) -> None:
     """pool[pages] = data. By 8-byte words: indexed copies of bytes are several times slower."""
     rows = data.reshape(len(pages), pool.shape[1])
     if _whole_words(pool) and _whole_words(rows):
@@ -247,7 +258,7 @@ def scatter_pages(pool: Bytes, pages: PageIds, data: Bytes) -> None:
         pool[pages] = rows
 
 
-def gather_pages(pool: Bytes, pages: PageIds, out: Bytes) -> None:
+def gather_pages(pool: Bytes, pages: UnitIds, out: Bytes) -> None:
     """out = pool[pages]."""
     rows = out.reshape(len(pages), pool.shape[1])
     if _whole_words(pool) and _whole_words(rows):
@@ -259,7 +270,7 @@ def _whole_words(rows: Bytes) -> bool:
     return rows.shape[1] % 8 == 0 and rows.ctypes.data % 8 == 0
 
 
-def runs(pages: PageIds) -> Iterator[tuple[int, int]]:
+def runs(pages: UnitIds) -> Iterator[tuple[int, int]]:
     """(first page, count) of each stretch of consecutive page ids."""
     if len(pages) == 0:
         return

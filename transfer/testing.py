@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from msgspec import structs
 
+from baton.common.kv.layout import Component
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import (
     FenceSource,
@@ -20,8 +21,20 @@ from baton.transfer.session.effects import (
     SourceFenced,
 )
 from baton.transfer.staging import digest_of
-from baton.transfer.testing_ends import End, EndSpec, HandOff, RemoteEnd, SourceEnd, pump, random_pool, small_config
-from baton.transfer.transports.base import PageIds
+from baton.transfer.testing_ends import (
+    FULL_ONLY,
+    HYBRID,
+    End,
+    EndSpec,
+    HandOff,
+    KvSpec,
+    RemoteEnd,
+    SourceEnd,
+    pump,
+    random_pool,
+    small_config,
+)
+from baton.transfer.transports.base import UnitIds
 from baton.transfer.transports.inproc import InprocHub
 
 SourceT = TypeVar("SourceT", bound=SourceEnd)
@@ -43,20 +56,20 @@ class TransportContract:
     lane = ""
     remote = True
 
-    def make_pair(self) -> tuple[End, End]:
+    def make_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, End]:
         hub = InprocHub()
         keys = ClusterKeys.generate()
         config = small_config(self.lane)
-        sink = End(EndSpec("sink", 7, self.lane, keys, config), hub)
-        source = End(EndSpec("source", 8, self.lane, keys, config, fill=1), hub)
+        sink = End(EndSpec("sink", 7, self.lane, keys, config, kv), hub)
+        source = End(EndSpec("source", 8, self.lane, keys, config, kv, fill=1), hub)
         sink.set_peers([source.member])
         return sink, source
 
-    def make_remote_pair(self) -> tuple[End, RemoteEnd]:
+    def make_remote_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, RemoteEnd]:
         keys = ClusterKeys.generate()
         config = small_config(self.lane)
-        source = RemoteEnd(EndSpec("source", 8, self.lane, keys, config, fill=1))
-        sink = End(EndSpec("sink", 7, self.lane, keys, config))
+        source = RemoteEnd(EndSpec("source", 8, self.lane, keys, config, kv, fill=1))
+        sink = End(EndSpec("sink", 7, self.lane, keys, config, kv))
         sink.set_peers([source.member])
         return sink, source
 
@@ -68,10 +81,9 @@ class TransportContract:
             for count in (1, 2, 4, 7):
                 sink.pool[:] = 0
                 hand_off = self._hand_off(sink, source, rng, count)
-                region_pages = hand_off.prepare().region_pages
-                assert region_pages == 4
-                for seq, first in enumerate(range(0, count, region_pages)):
-                    hand_off.move(seq, slice(first, min(count, first + region_pages)))
+                assert hand_off.prepare().region_units == (4,)
+                for seq, first in enumerate(range(0, count, 4)):
+                    hand_off.move(seq, slice(first, min(count, first + 4)))
                     assert pump([sink, source], lambda: seq in hand_off.landed()), "not landed in time"  # noqa: B023
                 self._check_content(hand_off)
                 hand_off.close()
@@ -106,19 +118,26 @@ class TransportContract:
             assert pump([sink, source], lambda: hand_off.landed() == {0})
             self._check_content(hand_off)
 
+    def test_components_with_pages_of_unlike_size_share_a_hand_off(self) -> None:
+        with closing_both(self.make_pair(HYBRID)) as (sink, source):
+            self._check_hybrid(sink, source)
+            self._check_all_slots_return(sink, source)
+
     def test_between_two_processes(self) -> None:
         if not self.remote:
             return
-        with closing_both(self.make_remote_pair()) as (sink, source):
-            ids = np.random.default_rng(6).permutation(np.arange(1, 64, dtype=np.int32))
-            hand_off = HandOff(sink, source, ids[:11], ids[20:31])
+        with closing_both(self.make_remote_pair(HYBRID)) as (sink, source):
+            self._check_hybrid(sink, source)
+
+    def test_a_component_that_was_not_agreed_on_lands_nowhere(self) -> None:
+        with closing_both(self.make_pair(HYBRID)) as (sink, source):
+            ids, piece = np.array([3, 4], dtype=np.int32), np.array([5], dtype=np.int32)
+            hand_off = HandOff(sink, source, ids, ids)
             hand_off.prepare()
-            for seq, first in enumerate(range(0, 11, 4)):
-                hand_off.move(seq, slice(first, min(11, first + 4)))
-            assert pump([sink, source], lambda: hand_off.landed() == {0, 1, 2})
-            expected = np.zeros_like(sink.pool)
-            expected[hand_off.sink_pages] = random_pool(64, 4096, 1)[hand_off.source_pages]
-            assert np.array_equal(sink.pool, expected)
+            hand_off.units[Component.STATE] = (piece, piece)  # the source's idea alone
+            hand_off.move(0, slice(0, 1), Component.STATE)
+            assert pump([sink, source], lambda: bool(hand_off.of(SinkLaneFailed)))
+            assert not any(pool.any() for pool in sink.pools.values())
 
     # ---------------------------------------------------------------------------------------- adversity
 
@@ -199,7 +218,7 @@ class TransportContract:
             hand_off.send(0, slice(0, 4))
             ready = hand_off.ready(0)
             chunk = hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest)
-            hand_off.land(structs.replace(chunk, first_token=4))
+            hand_off.land(structs.replace(chunk, first_unit=1))
             assert pump([sink, source], lambda: bool(hand_off.of(SinkLaneFailed)))
             assert not sink.pool.any()
 
@@ -266,13 +285,41 @@ class TransportContract:
 
     # ------------------------------------------------------------------------------------------ helpers
 
+    def _check_hybrid(self, sink: End, source: SourceEnd) -> None:
+        """26 tokens of HYBRID: seven pages, a window of three, a state in four pieces; to their places only."""
+        rng, counts = np.random.default_rng(6), {Component.FULL: 7, Component.SWA: 3, Component.STATE: 4}
+        sent = {component: random_pool(*size, 1) for component, size in zip(counts, HYBRID.pools, strict=True)}
+
+        def some(component: Component) -> UnitIds:
+            if component is Component.STATE:  # whole slots
+                return np.arange(4, dtype=np.int32) + 4 * rng.integers(1, 8, dtype=np.int32)
+            return rng.permutation(np.arange(1, len(sent[component]), dtype=np.int32))[: counts[component]]
+
+        units = {component: (some(component), some(component)) for component in counts}
+        hand_off = HandOff(sink, source, *units.pop(Component.FULL), units)
+        most = dict(zip(counts, hand_off.prepare().region_units, strict=True))
+        assert most == {Component.FULL: 4, Component.SWA: 10, Component.STATE: 1}
+        regions = [
+            (component, slice(first, min(first + most[component], count)))
+            for component, count in counts.items()
+            for first in range(0, count, most[component])
+        ]
+        for seq, (component, part) in enumerate(regions):
+            hand_off.move(seq, part, component)
+            assert pump([sink, source], lambda: seq in hand_off.landed()), "not landed in time"  # noqa: B023
+        for component, (theirs, ours) in hand_off.units.items():
+            expected = np.zeros_like(sink.pools[component])
+            expected[ours] = sent[component].reshape(expected.shape)[theirs]
+            assert np.array_equal(sink.pools[component], expected), component
+        hand_off.close()
+
     def _hand_off(self, sink: End, source: SourceEnd, rng: np.random.Generator, pages: int) -> HandOff:
-        def some() -> PageIds:
+        def some() -> UnitIds:
             return rng.permutation(np.arange(1, 64, dtype=np.int32))[:pages]
 
         return HandOff(sink, source, some(), some())
 
-    def _until_prepared(self, sink: End, source: SourceEnd, theirs: PageIds, ours: PageIds) -> HandOff:
+    def _until_prepared(self, sink: End, source: SourceEnd, theirs: UnitIds, ours: UnitIds) -> HandOff:
         """Attempt after attempt, as a decode worker makes them, until there is a lane again."""
         attempts = [HandOff(sink, source, theirs, ours)]
         attempts[-1].ask_to_prepare()

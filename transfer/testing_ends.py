@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol, TypeVar
@@ -21,9 +21,11 @@ from baton.common.config import TransferConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.data_plane import DataPlane
 from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.plan import Span
 from baton.transfer.process import die_with_parent
 from baton.transfer.session.effects import (
     CloseSink,
@@ -39,7 +41,8 @@ from baton.transfer.session.effects import (
     SinkFenced,
     SinkPrepared,
 )
-from baton.transfer.transports.base import Bytes, PageIds, PullTransport, StagedTransport
+from baton.transfer.staging import unit_rows
+from baton.transfer.transports.base import Bytes, PullTransport, StagedTransport, UnitIds
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.local import LocalTransport
 from baton.transfer.transports.ucx import UcxTransport
@@ -47,6 +50,29 @@ from baton.transfer.transports.zmq import ZmqTransport
 
 WAIT_S = 20.0
 EventT = TypeVar("EventT", bound=DataEvent)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """The KV memory of an end: (pages, bytes of one) for each component of `layout`, in order."""
+
+    layout: KvLayout
+    pools: tuple[tuple[int, int], ...]
+
+    def build(self, fill: int) -> KvMemory:
+        """`fill`: seed of the content of `random_pool`; 0: zeros."""
+        buffers = {}
+        for component, (num_pages, page_bytes) in zip(self.layout.components, self.pools, strict=True):
+            buffer = NumpyKvBuffer(num_pages, page_bytes, self.layout.page_size)
+            if fill:
+                buffer.as_bytes()[:] = random_pool(num_pages, page_bytes, fill)
+            buffers[component] = buffer
+        return KvMemory(self.layout, buffers)
+
+
+FULL_ONLY = KvSpec(KvLayout(4), ((64, 4096),))
+HYBRID = KvSpec(KvLayout(4, window=9, state=True), ((64, 4096), (32, 1536), (8, 40000)))
+"""Pages of unlike sizes, and a state larger than a slot of `small_config`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +84,17 @@ class EndSpec:
     lane: str
     keys: ClusterKeys | None
     config: TransferConfig
-    num_pages: int = 64
-    page_bytes: int = 4096
-    page_size: int = 4
-    fill: int = 0  # seed of the pool's content; 0: zeros
+    kv: KvSpec = FULL_ONLY
+    fill: int = 0  # seed of the pools' content; 0: zeros
 
 
 def small_config(lane: str) -> TransferConfig:
-    """Slots of four pages of `EndSpec`'s default size, eight of them."""
+    """Slots of four pages of `FULL_ONLY`, eight of them."""
     return TransferConfig(lanes=(lane,), staging_ring_bytes=8 * 16384, region_bytes=16384, credit_regions=2)
 
 
 def random_pool(num_pages: int, page_bytes: int, seed: int) -> Bytes:
-    """What a pool is filled with for `EndSpec.fill`."""
+    """What a pool is filled with for a seed."""
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
 
 
@@ -81,15 +105,14 @@ class End:
         self.spec = spec
         self.stamp = Stamp(WorkerId(spec.worker), 0, Epoch(spec.epoch))
         self.mesh = Mesh(self.stamp, "127.0.0.1", spec.keys)
-        self.buffer = NumpyKvBuffer(spec.num_pages, spec.page_bytes, spec.page_size)
-        self.pool = self.buffer.as_bytes()
-        if spec.fill:
-            self.pool[:] = random_pool(spec.num_pages, spec.page_bytes, spec.fill)
+        memory = spec.kv.build(spec.fill)
+        self.pools = unit_rows(memory)
+        self.pool = self.pools[Component.FULL]
         staged: list[StagedTransport] = []
         pull: list[PullTransport] = []
         match spec.lane:
             case "local":
-                pull = [LocalTransport(self.pool)]
+                pull = [LocalTransport(self.pools)]
             case "zmq":
                 staged = [ZmqTransport(self.stamp, self.mesh, "127.0.0.1", spec.config.region_bytes)]
             case "ucx":
@@ -98,7 +121,7 @@ class End:
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
-        self.data = DataPlane(spec.config, KvMemory.full(self.buffer, spec.page_size), staged, pull)
+        self.data = DataPlane(spec.config, memory, staged, pull)
         self.events: list[DataEvent] = []
 
     @property
@@ -221,17 +244,25 @@ def pump(ends: Iterable[End | SourceEnd], done: Callable[[], bool], wait_s: floa
 
 
 class HandOff:
-    """One made-up hand-off from `source` to `sink`: tokens [start, start + n), scattered pages on both sides."""
+    """One made-up hand-off from `source` to `sink`, scattered units on both sides. `more`: (source's, sink's) units of
+    components other than FULL."""
 
     _next_id = 1
 
-    def __init__(self, sink: End, source: SourceEnd, source_pages: PageIds, sink_pages: PageIds) -> None:
+    def __init__(
+        self,
+        sink: End,
+        source: SourceEnd,
+        source_pages: UnitIds,
+        sink_pages: UnitIds,
+        more: Mapping[Component, tuple[UnitIds, UnitIds]] | None = None,
+    ) -> None:
         self.key = HandoffKey(HandoffId(HandOff._next_id), 1)
         self.tag_base = HandOff._next_id << 32
         HandOff._next_id += 1
         self.sink, self.source = sink, source
         self.source_pages, self.sink_pages = source_pages, sink_pages
-        self.page_size = sink.spec.page_size
+        self.units = {Component.FULL: (source_pages, sink_pages), **(more or {})}
         self.prepared: SinkPrepared | None = None
         self.chunks: dict[int, Chunk] = {}
 
@@ -248,9 +279,7 @@ class HandOff:
             PrepareSink(
                 key=self.key,
                 peer=self.source.stamp,
-                start=0,
-                total_tokens=len(self.sink_pages) * self.page_size,
-                pages=pack_tokens(self.sink_pages),
+                spans=tuple(Span(component, 0, pack_tokens(ours)) for component, (_, ours) in self.units.items()),
                 tag_base=self.tag_base,
                 tag_count=1 << 16,
             )
@@ -263,9 +292,9 @@ class HandOff:
         """The sink's and the source's events of this hand-off."""
         return [e for e in [*self.sink.events, *self.source.events] if isinstance(e, kind) and e.key == self.key]
 
-    def send(self, seq: int, pages: slice, tag: int | None = None) -> None:
-        """Asks the source to send `pages` of this hand-off as region `seq`."""
-        ids = self.source_pages[pages]
+    def send(self, seq: int, units: slice, tag: int | None = None, component: Component = Component.FULL) -> None:
+        """Asks the source to send `units` of a segment as region `seq`."""
+        ids = self.units[component][0][units]
         self.source.execute(
             SendRegion(
                 key=self.key,
@@ -273,9 +302,7 @@ class HandOff:
                 lane=self.sink.spec.lane,
                 seq=seq,
                 tag=self.tag_base + seq if tag is None else tag,
-                first_token=(pages.start or 0) * self.page_size,
-                tokens=len(ids) * self.page_size,
-                pages=pack_tokens(ids),
+                span=Span(component, units.start or 0, pack_tokens(ids)),
             )
         )
 
@@ -288,14 +315,15 @@ class HandOff:
         assert pump([self.source, self.sink], lambda: bool(found())), f"region {seq} was not gathered in time"
         return found()[-1]
 
-    def chunk(self, seq: int, pages: slice, nbytes: int, digest: int) -> Chunk:
-        ids = self.source_pages[pages]
+    def chunk(self, seq: int, units: slice, nbytes: int, digest: int, component: Component = Component.FULL) -> Chunk:
+        ids = self.units[component][0][units]
         return Chunk(
             key=self.key,
             seq=seq,
             tag=self.tag_base + seq,
-            first_token=(pages.start or 0) * self.page_size,
-            tokens=len(ids) * self.page_size,
+            component=component,
+            first_unit=units.start or 0,
+            units=len(ids),
             nbytes=nbytes,
             digest=digest,
             source_pages=pack_tokens(ids) if self.sink.spec.lane == "local" else b"",
@@ -312,11 +340,11 @@ class HandOff:
             )
         )
 
-    def move(self, seq: int, pages: slice) -> None:
+    def move(self, seq: int, units: slice, component: Component = Component.FULL) -> None:
         """Sends and lands one region, as an endpoint would."""
-        self.send(seq, pages)
+        self.send(seq, units, component=component)
         ready = self.ready(seq)
-        self.land(self.chunk(seq, pages, ready.nbytes, ready.digest))
+        self.land(self.chunk(seq, units, ready.nbytes, ready.digest, component))
 
     def landed(self) -> set[int]:
         return {event.seq for event in self.of(Landed)}

@@ -19,12 +19,11 @@ import xxhash
 from baton.common.engine.batch import KvMemory
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
+from baton.common.kv.layout import Component
 from baton.common.messages import Failure, unpack_tokens
-from baton.common.units import pages_for_tokens
 from baton.deploy.sim.network import Network, Receiver
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings
-from baton.transfer.plan import pages_of_span
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -44,6 +43,7 @@ from baton.transfer.session.effects import (
     SinkPrepared,
     SourceFenced,
 )
+from baton.transfer.staging import state_pieces_of, unit_rows
 
 STAGED_LANE = "zmq"
 PULL_LANE = "local"
@@ -61,9 +61,9 @@ class Host(Receiver, Protocol):
 
     def answer(self, event: DataEvent) -> None: ...
 
-    def assert_readable(self, key: HandoffKey, pages: np.ndarray) -> None: ...
+    def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None: ...
 
-    def assert_writable(self, key: HandoffKey, pages: np.ndarray) -> None: ...
+    def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None: ...
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ class SimDataPlane:
         probe: Callable[[str, object], None],
     ) -> None:
         self._host = host
-        self.memory = kv.main.as_bytes()
-        self._page_size = kv.layout.page_size
+        self.pools = unit_rows(kv)
+        self._state_pieces = state_pieces_of(kv)
         self._settings = settings
         self._schedule = schedule
         self._network = network
@@ -143,7 +143,8 @@ class SimDataPlane:
             credit = min(self._free_slots, self._settings.transfer.credit_regions)
             self._free_slots -= credit
             self._sinks[prepare.key] = _Sink(prepare, lane, credit)
-            events.append(SinkPrepared(prepare.key, lane, credit, self._settings.region_pages))
+            region_units = (self._settings.region_pages,) * len(prepare.spans)
+            events.append(SinkPrepared(prepare.key, lane, credit, region_units))
         return events
 
     def _close(self, key: HandoffKey) -> list[DataEvent]:
@@ -196,12 +197,12 @@ class SimDataPlane:
         if not self._is_open(effect):
             self._probe("late_region_dropped", (self._host, effect.tag))
             return
-        pages = self._pages_of(effect)
+        units, component = self._units_of(effect), effect.chunk.component
         if len(data) != effect.chunk.nbytes or xxhash.xxh3_64_intdigest(data) != effect.chunk.digest:
             self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
             return
-        self._host.assert_writable(effect.key, pages)
-        self.memory[pages] = np.frombuffer(data, dtype=np.uint8).reshape(len(pages), -1)
+        self._host.assert_writable(effect.key, component, self._pages(component, units))
+        self.pools[component][units] = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
         self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.001))
 
     def _pulled(self, effect: LandRegion) -> None:
@@ -213,13 +214,15 @@ class SimDataPlane:
         if source is None:
             self._lane_failed(effect)
             return
-        source_pages, pages = unpack_tokens(effect.chunk.source_pages), self._pages_of(effect)
-        source.assert_readable(effect.key, source_pages)
-        self._host.assert_writable(effect.key, pages)
-        self.memory[pages] = source.data.memory[source_pages]
+        source_units, units = unpack_tokens(effect.chunk.source_pages), self._units_of(effect)
+        component = effect.chunk.component
+        source.assert_readable(effect.key, component, self._pages(component, source_units))
+        self._host.assert_writable(effect.key, component, self._pages(component, units))
+        pool = self.pools[component]
+        pool[units] = source.data.pools[component][source_units]
         if self._schedule.rng.random() < self._network.faults.region_damaged:
-            self.memory[pages[0], 0] ^= 1
-        if xxhash.xxh3_64_intdigest(self.memory[pages].tobytes()) != effect.chunk.digest:
+            pool[units[0], 0] ^= 1
+        if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
             self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
         else:
             self._end_landing(effect, Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
@@ -235,21 +238,23 @@ class SimDataPlane:
         self._probe("landing_ended", (self._host, event))
         self._host.answer(event)
 
-    def _pages_of(self, effect: LandRegion) -> np.ndarray:
-        prepare = self._sinks[effect.key].prepare
+    def _units_of(self, effect: LandRegion) -> np.ndarray:
         chunk = effect.chunk
-        packed = pages_of_span(prepare.start, prepare.pages, chunk.first_token, chunk.tokens, self._page_size)
-        return unpack_tokens(packed)
+        [span] = [span for span in self._sinks[effect.key].prepare.spans if span.component is chunk.component]
+        return unpack_tokens(span.pages)[chunk.first_unit : chunk.first_unit + chunk.units]
+
+    def _pages(self, component: Component, units: np.ndarray) -> np.ndarray:
+        """As the cores count them."""
+        return units // self._state_pieces if component is Component.STATE else units
 
     # ------------------------------------------------------------------------------------------ source
 
     def _gathered(self, effect: SendRegion) -> None:
         if effect.key in self._fenced_sources:
             return
-        pages = unpack_tokens(effect.pages)
-        assert len(pages) == pages_for_tokens(effect.tokens, self._page_size)
-        self._host.assert_readable(effect.key, pages)
-        data = self.memory[pages].tobytes()
+        component, units = effect.span.component, unpack_tokens(effect.span.pages)
+        self._host.assert_readable(effect.key, component, self._pages(component, units))
+        data = self.pools[component][units].tobytes()
         digest = xxhash.xxh3_64_intdigest(data)
         if effect.lane not in PULL_LANES:
             self._send_bytes(effect, data)

@@ -20,6 +20,7 @@ from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.ids import CONTROLLER, Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     PROTOCOL_VERSION,
@@ -41,6 +42,7 @@ from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
+from baton.transfer.staging import state_pieces_of
 
 if TYPE_CHECKING:
     from baton.deploy.sim.world import World
@@ -197,11 +199,12 @@ class WorkerProcess(MemberProcess):
             self.core = DecodeCore(
                 stamp, self.pool, settings.decode_config, settings.transfer, settings.max_context_len
             )
-        self.endpoint = Endpoint(stamp, settings.transfer, settings.page_size, (PULL_LANE, STAGED_LANE))
-        super().__init__(world, stamp, role)
-        self.data = SimDataPlane(
-            self, self.runner.memory, settings, world.schedule, world.network, world.worker_at, world.probe
+        memory = self.runner.memory
+        self.endpoint = Endpoint(
+            stamp, settings.transfer, memory.layout, (PULL_LANE, STAGED_LANE), state_pieces=state_pieces_of(memory)
         )
+        super().__init__(world, stamp, role)
+        self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
         self._checker = InvariantChecker()
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
@@ -315,8 +318,9 @@ class WorkerProcess(MemberProcess):
 
     # ------------------------------------------------------------------------------------------ oracles
 
-    def assert_writable(self, key: HandoffKey, pages: np.ndarray) -> None:
+    def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
+        assert component is Component.FULL, "the cores keep books of one pool"
         owner = f"{self.owners[key]}#"
         for holding in self.core.holdings():
             if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
@@ -326,8 +330,9 @@ class WorkerProcess(MemberProcess):
                     return
         raise AssertionError(f"{self.stamp.worker}: {key} writes pages {pages.tolist()}, which are not its own")
 
-    def assert_readable(self, key: HandoffKey, pages: np.ndarray) -> None:
+    def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1: what is read for a hand-off is still held for it."""
+        assert component is Component.FULL, "the cores keep books of one pool"
         for holding in self.core.holdings():
             if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
                 held = self.pool.pages_for_row(holding.record, holding.record.kv_allocated_len)

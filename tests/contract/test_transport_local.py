@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
 from baton.transfer.testing import TransportContract
 from baton.transfer.testing_ends import random_pool
-from baton.transfer.transports.base import LinkDown, LinkUp
+from baton.transfer.transports.base import Bytes, LinkDown, LinkUp
 from baton.transfer.transports.local import LocalTransport
 
 PEER = Stamp(WorkerId("peer"), 0, Epoch(5))
+
+
+def transport(pool: Bytes) -> LocalTransport:
+    return LocalTransport({Component.FULL: pool})
 
 
 class TestLocal(TransportContract):
@@ -30,28 +35,28 @@ class TestLocal(TransportContract):
         ({"nonce": "zz"}, "makes no sense"),
         ({"nonce_at": 16}, "Bad address"),
         ({"pid": 2**22 + 1}, "No such process"),
-        ({"page_bytes": 8192}, "pages have"),
+        ({"full_unit_bytes": 8192}, "full has 8192 bytes"),
         ({"host": "elsewhere"}, "another host"),
-        ({"base": "x"}, "makes no sense"),
+        ({"full_base": "x"}, "makes no sense"),
     ],
 )
 def test_a_peer_that_is_not_proven_is_never_read(changes: Mapping[str, str | int], reason: str) -> None:
-    source, receiver = LocalTransport(random_pool(8, 4096, 1)), LocalTransport(np.zeros((8, 4096), np.uint8))
+    source, receiver = transport(random_pool(8, 4096, 1)), transport(np.zeros((8, 4096), np.uint8))
     receiver.open(PEER, LaneAddress(lane="local", address={**source.address().address, **changes}))
     [event] = receiver.poll()
     assert isinstance(event, LinkDown)
     assert reason in event.reason
-    failed = receiver.pull(PEER, np.array([1], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, Component.FULL, np.array([1], np.int32), np.array([1], np.int32))
     assert failed is not None
     assert "not open" in failed.reason
 
 
 def test_a_peer_that_was_replaced_at_its_address_is_noticed_before_its_bytes_count() -> None:
-    source, receiver = LocalTransport(random_pool(8, 4096, 1)), LocalTransport(np.zeros((8, 4096), np.uint8))
+    source, receiver = transport(random_pool(8, 4096, 1)), transport(np.zeros((8, 4096), np.uint8))
     receiver.open(PEER, source.address())
     assert receiver.poll() == [LinkUp(PEER)]
     source.close()  # its nonce is gone, as after a restart with a recycled pid
-    failed = receiver.pull(PEER, np.array([1], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, Component.FULL, np.array([1], np.int32), np.array([1], np.int32))
     assert failed is not None
     assert failed.peer_lost
     assert isinstance(receiver.poll()[0], LinkDown)
@@ -60,10 +65,10 @@ def test_a_peer_that_was_replaced_at_its_address_is_noticed_before_its_bytes_cou
 @pytest.mark.parametrize("source_page", [0, -1, 8, 2**31 - 1])
 def test_a_page_outside_of_the_peers_pool_is_never_read(source_page: int) -> None:
     pool = random_pool(8, 4096, 1)
-    receiver = LocalTransport(np.zeros((8, 4096), np.uint8))
-    source = LocalTransport(pool)
+    receiver = transport(np.zeros((8, 4096), np.uint8))
+    source = transport(pool)
     receiver.open(PEER, source.address())
-    failed = receiver.pull(PEER, np.array([source_page], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, Component.FULL, np.array([source_page], np.int32), np.array([1], np.int32))
     assert failed is not None
     assert "outside" in failed.reason
 
@@ -72,20 +77,20 @@ def test_thousands_of_scattered_pages_go_in_batches() -> None:
     pages = 5000
     pool = random_pool(pages, 64, 2)
     mine = np.zeros((pages, 64), np.uint8)
-    source, receiver = LocalTransport(pool), LocalTransport(mine)
+    source, receiver = transport(pool), transport(mine)
     receiver.open(PEER, source.address())
     rng = np.random.default_rng(1)
     ours, theirs = (rng.permutation(np.arange(1, pages, dtype=np.int32)) for _ in range(2))
-    assert receiver.pull(PEER, theirs, ours) is None
+    assert receiver.pull(PEER, Component.FULL, theirs, ours) is None
     assert np.array_equal(mine[ours], pool[theirs])
     assert not mine[0].any()
 
 
 def test_neighbouring_pages_on_one_side_only_are_copied_right() -> None:
     pool, mine = random_pool(64, 64, 3), np.zeros((64, 64), np.uint8)
-    receiver, source = LocalTransport(mine), LocalTransport(pool)
+    receiver, source = transport(mine), transport(pool)
     receiver.open(PEER, source.address())
     theirs, ours = np.arange(10, 30, dtype=np.int32), np.arange(40, 20, -1, dtype=np.int32)
-    assert receiver.pull(PEER, theirs, ours) is None
+    assert receiver.pull(PEER, Component.FULL, theirs, ours) is None
     assert np.array_equal(mine[ours], pool[theirs])
     assert os.getpid() == source.address().address["pid"]

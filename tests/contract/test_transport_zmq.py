@@ -11,7 +11,7 @@ import zmq
 from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import ClusterKeys, secure_client
 from baton.transfer.testing import TransportContract
-from baton.transfer.testing_ends import End, EndSpec, HandOff, pump, small_config
+from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, small_config
 
 
 class TestZmq(TransportContract):
@@ -24,10 +24,10 @@ class TestZmqPlain(TransportContract):
     lane = "zmq"
     remote = False
 
-    def make_pair(self) -> tuple[End, End]:
+    def make_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, End]:
         config = small_config(self.lane)
-        sink = End(EndSpec("sink", 7, self.lane, None, config))
-        source = End(EndSpec("source", 8, self.lane, None, config, fill=1))
+        sink = End(EndSpec("sink", 7, self.lane, None, config, kv))
+        source = End(EndSpec("source", 8, self.lane, None, config, kv, fill=1))
         sink.set_peers([source.member])
         return sink, source
 

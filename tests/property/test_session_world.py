@@ -3,14 +3,15 @@
 Two decode and one prefill process exchange encoded frames that are lost, repeated and reordered; region bytes come
 late or damaged; engines abort; processes die and come back on the same seat; peers are taken for silent though they are
 not. Pages are overwritten the moment they go back to their engine, so that whoever still reads or writes them is seen.
+The model has any combination of full, sliding and recurrent layers; a state travels in two pieces.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -20,7 +21,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Failure, Frame, Member, SamplingParams, decode_frame, encode_frame, unpack_tokens
 from baton.common.units import page_floor, pages_for_tokens
 from baton.transfer.api import (
@@ -38,7 +39,7 @@ from baton.transfer.api import (
     SourceStopping,
 )
 from baton.transfer.endpoint import Endpoint
-from baton.transfer.plan import pages_of_span
+from baton.transfer.plan import Segment, segments_of, unit_ids
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -61,6 +62,7 @@ from baton.transfer.session.effects import (
 
 GARBAGE = -1
 FIRST_TOKEN = 4711
+STATE_PIECES = 2
 CANCELLED = Failure(code=ErrorCode.CANCELLED, reason="by the test")
 
 
@@ -69,7 +71,7 @@ class Weather:
     """How bad it is, as chances per event, until `calm_at_s`."""
 
     lane: str
-    page_size: int
+    layout: KvLayout
     region_pages: int
     slots: int
     loss: float
@@ -81,6 +83,10 @@ class Weather:
     false_silence: float
     calm_at_s: float = 6.0
     handoff_ttl_s: float = 4.0
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
 
 
 class World:
@@ -153,8 +159,9 @@ class Node:
         self.config = TransferConfig(
             resend_after_s=0.2, handoff_ttl_s=world.weather.handoff_ttl_s, tombstone_ttl_s=5.0, max_tombstones=8
         )
-        self.endpoint = Endpoint(stamp, self.config, world.weather.page_size, ["zmq", "local"])
-        self.pages: dict[int, list[int]] = {}  # page id -> token values
+        layout = world.weather.layout
+        self.endpoint = Endpoint(stamp, self.config, layout, ["zmq", "local"], state_pieces=STATE_PIECES)
+        self.units: dict[tuple[Component, int], list[int]] = {}  # -> values: of its tokens, or of a piece of a state
         self.next_page = 1
         self.view_due_s = self.command_due_s = 0.0
 
@@ -195,14 +202,42 @@ class Node:
     def give(self, command: object) -> list:
         return self.endpoint.command(command, self.world.now)
 
-    def take_pages(self, count: int) -> list[int]:
-        ids = list(range(self.next_page, self.next_page + count))
-        self.next_page += count
-        self.pages.update((page, [GARBAGE] * self.world.weather.page_size) for page in ids)
-        return ids
+    def segments(self, start: int, total: int) -> tuple[Segment, ...]:
+        return segments_of(self.world.weather.layout, start, total, STATE_PIECES)
 
-    def read(self, pages: bytes) -> list[list[int]]:
-        return [list(self.pages[page]) for page in unpack_tokens(pages).tolist()]
+    def take_pages(self, segments: Iterable[Segment]) -> dict[Component, list[int]]:
+        taken: dict[Component, list[int]] = {}
+        for segment in segments:
+            is_state = segment.component is Component.STATE
+            count = 1 if is_state else segment.units
+            taken[segment.component] = list(range(self.next_page, self.next_page + count))
+            self.next_page += count
+            values = 1 if is_state else self.world.weather.page_size
+            for unit in units_of(segment.component, taken[segment.component]):
+                self.units[segment.component, unit] = [GARBAGE] * values
+        return taken
+
+    def free_pages(self, taken: dict[Component, list[int]]) -> None:
+        """Whoever touches them now fails with KeyError."""
+        for component, pages in taken.items():
+            for unit in units_of(component, pages):
+                del self.units[component, unit]
+
+    def read(self, component: Component, units: bytes) -> list[list[int]]:
+        return [list(self.units[component, unit]) for unit in unpack_tokens(units).tolist()]
+
+    def expected(self, segment: Segment, tokens: list[int], pages: list[int]) -> dict[tuple[Component, int, int], int]:
+        """(component, unit, index in it) -> value, for all that a segment keeps of its tokens."""
+        component, page_size = segment.component, self.world.weather.page_size
+        if component is Component.STATE:
+            units = units_of(component, pages)
+            return {(component, unit, 0): value_of(component, tokens, len(tokens) - 1) + unit % 2 for unit in units}
+        return {
+            (component, pages[(token - segment.first_token) // page_size], token % page_size): value_of(
+                component, tokens, token
+            )
+            for token in range(segment.first_token, segment.end_token)
+        }
 
     def engine(self, event: object) -> None:
         raise NotImplementedError
@@ -219,6 +254,7 @@ class Incoming:
     """A hand-off as the decode engine knows it."""
 
     command: OpenSink
+    pages: dict[Component, list[int]]
     ended: bool = False
     aborted: bool = False
 
@@ -242,19 +278,19 @@ class DecodeNode(Node):
     def open(self, key: HandoffKey, tokens: list[int], start: int) -> None:
         if not self.alive:
             return
-        count = pages_for_tokens(len(tokens) - start, self.world.weather.page_size)
+        pages = self.take_pages(self.segments(start, len(tokens)))
         command = OpenSink(
             key,
             WorkerId("prefill-0"),
             RequestId(f"r{key.handoff}"),
             np.array(tokens, dtype=np.int32),
             start,
-            {Component.FULL: np.array(self.take_pages(count), dtype=np.int32)},
+            {component: np.array(ids, dtype=np.int32) for component, ids in pages.items()},
             True,
             SamplingParams(),
             self.world.now + 30.0,
         )
-        self.incoming[key] = Incoming(command)
+        self.incoming[key] = Incoming(command, pages)
         self.command(command)
         if self.world.chance(self.world.weather.abort):
             self.world.later(1.0, lambda: self.abort(key))
@@ -271,15 +307,19 @@ class DecodeNode(Node):
         assert not incoming.ended, f"a second end: {event}"
         incoming.ended = True
         assert not self.landings.get(event.key), "pages came back while regions are being written"
-        total = len(command.tokens)
+        tokens, total = command.tokens.tolist(), len(command.tokens)
         landed_until = total if isinstance(event, SinkCommitted) else event.landed_until
         assert command.start <= landed_until <= total
         assert landed_until == total or landed_until % page_size == 0
-        for token in range(command.start, landed_until):
-            page = command.pages[Component.FULL][(token - command.start) // page_size]
-            assert self.pages[page][token % page_size] == value_of(command.tokens.tolist(), token)
-        for page in command.pages[Component.FULL].tolist():
-            del self.pages[page]  # whoever touches it now fails with KeyError
+        partly = self.world.weather.layout.components == (Component.FULL,)
+        assert partly or landed_until in (command.start, total), "a part is of no use"
+        for segment in self.segments(command.start, total) if landed_until > command.start else ():
+            landed = replace(segment, end_token=landed_until)
+            for (component, unit, at), value in self.expected(
+                landed, tokens, incoming.pages[segment.component]
+            ).items():
+                assert self.units[component, unit][at] == value
+        self.free_pages(incoming.pages)
         if isinstance(event, SinkCommitted):
             assert event.result.first_token == FIRST_TOKEN
             assert event.lane == self.world.weather.lane
@@ -289,7 +329,7 @@ class DecodeNode(Node):
         if not incoming.aborted and event.key.attempt < 6 and page_floor(landed_until, page_size) < total:
             retry = HandoffKey(event.key.handoff, event.key.attempt + 1)
             start = page_floor(landed_until, page_size)
-            self.world.later(0.5, lambda: self.open(retry, command.tokens.tolist(), start))
+            self.world.later(0.5, lambda: self.open(retry, tokens, start))
 
     # ---- data plane
 
@@ -300,7 +340,8 @@ class DecodeNode(Node):
                 self.landings[effect.key] = []
                 credit = self.world.random.randint(1, self.world.weather.slots)
                 weather = self.world.weather
-                self.answer(SinkPrepared(effect.key, weather.lane, credit, weather.region_pages), 0.2)
+                region_units = (weather.region_pages,) * len(effect.spans)
+                self.answer(SinkPrepared(effect.key, weather.lane, credit, region_units), 0.2)
             case LandRegion():
                 landing = Landing(effect)
                 self.landings[effect.key].append(landing)
@@ -324,7 +365,7 @@ class DecodeNode(Node):
             source = self.world.nodes[effect.peer.worker]
             if source.stamp != effect.peer:
                 return  # it died: there is nothing to read, and its death will end this
-            data = source.read(effect.chunk.source_pages)  # KeyError: read after free
+            data = source.read(effect.chunk.component, effect.chunk.source_pages)  # KeyError: read after free
             self.world.later(0.05, lambda: self.scatter(landing, data, source))
         elif effect.tag in self.bytes_in:
             self.scatter(landing, self.bytes_in.pop(effect.tag), None)
@@ -336,18 +377,17 @@ class DecodeNode(Node):
         if landing.dropped or not self.alive:
             return
         if pulled_from is not None and pulled_from.alive:
-            pulled_from.read(effect.chunk.source_pages)  # still there at the end of the pull
+            pulled_from.read(effect.chunk.component, effect.chunk.source_pages)  # still there at the end of the pull
         self.landings[effect.key].remove(landing)
         if self.world.chance(self.world.weather.damage) or digest_of(data) != effect.chunk.digest:
             self.answer(RegionDamaged(effect.key, effect.chunk.seq))
             return
-        order = self.registered[effect.key]
-        pages = pages_of_span(
-            order.start, order.pages, effect.chunk.first_token, effect.chunk.tokens, self.world.weather.page_size
-        )
-        for page, values in zip(unpack_tokens(pages).tolist(), data, strict=True):
-            assert page in self.pages, "written after free"
-            self.pages[page] = values
+        chunk = effect.chunk
+        [span] = [span for span in self.registered[effect.key].spans if span.component is chunk.component]
+        units = unpack_tokens(span.pages).tolist()[chunk.first_unit : chunk.first_unit + chunk.units]
+        for unit, values in zip(units, data, strict=True):
+            assert (chunk.component, unit) in self.units, "written after free"
+            self.units[chunk.component, unit] = values
         self.answer(Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
 
     def fence(self, key: HandoffKey) -> None:
@@ -367,7 +407,7 @@ class Outgoing:
     """A hand-off as the prefill engine knows it."""
 
     event: OfferReceived
-    pages: list[int]
+    pages: dict[Component, list[int]]
     computed: int
     stopped: bool = False
     ended: bool = False
@@ -385,8 +425,8 @@ class PrefillNode(Node):
         match event:
             case OfferReceived():
                 assert event.key not in self.outgoing, "one offer, one session"
-                count = pages_for_tokens(len(event.tokens) - event.start, self.world.weather.page_size)
-                self.outgoing[event.key] = Outgoing(event, self.take_pages(count), event.start)
+                pages = self.take_pages(self.segments(event.start, len(event.tokens)))
+                self.outgoing[event.key] = Outgoing(event, pages, event.start)
                 self.world.later(0.2, lambda: self.compute(event.key))
             case SourceStopping():
                 assert not self.outgoing[event.key].ended
@@ -400,13 +440,13 @@ class PrefillNode(Node):
                     self.world.released.add(event.key)
                 else:
                     self.world.failures.add((event.key, event.failure.code))
-                for page in outgoing.pages:
-                    del self.pages[page]
+                self.free_pages(outgoing.pages)
             case _:
                 raise AssertionError(event)
 
     def compute(self, key: HandoffKey) -> None:
-        """One chunk, page-aligned unless it is the last."""
+        """One chunk, page-aligned unless it is the last. The first segment is shipped as it is computed, when it has
+        pages; the others follow the last chunk."""
         outgoing, page_size = self.outgoing[key], self.world.weather.page_size
         if outgoing.stopped or not self.alive:
             return
@@ -417,17 +457,34 @@ class PrefillNode(Node):
         tokens, start = outgoing.event.tokens.tolist(), outgoing.event.start
         first = outgoing.computed
         until = min(len(tokens), first + page_size * self.world.random.randint(1, 3))
-        for token in range(first, until):
-            page = outgoing.pages[(token - start) // page_size]
-            self.pages[page][token % page_size] = value_of(tokens, token)
-        pages = outgoing.pages[(first - start) // page_size : pages_for_tokens(until - start, page_size)]
         outgoing.computed = until
-        ship = ShipRegion(key, first, until - first, np.array(pages, dtype=np.int32))
+        leading, *others = segments = self.segments(start, len(tokens))
+        for segment in segments:
+            if segment.component is not Component.STATE or until == len(tokens):
+                computed = replace(segment, end_token=until)
+                for (component, unit, at), value in self.expected(
+                    computed, tokens, outgoing.pages[segment.component]
+                ).items():
+                    self.units[component, unit][at] = value
+        ships = []
+        if leading.component is Component.STATE:
+            others = segments
+        elif until > leading.first_token:
+            ships.append(self.ship(outgoing, leading, max(first, leading.first_token), until))
         if until == len(tokens):
-            self.command(ship, FinishSource(key, PrefillResult(FIRST_TOKEN, None, 0.1, 0)))
+            ships += [self.ship(outgoing, segment, segment.first_token, segment.end_token) for segment in others]
+            self.command(*ships, FinishSource(key, PrefillResult(FIRST_TOKEN, None, 0.1, 0)))
         else:
-            self.command(ship)
+            self.command(*ships)
             self.world.later(0.1, lambda: self.compute(key))
+
+    def ship(self, outgoing: Outgoing, segment: Segment, first: int, until: int) -> ShipRegion:
+        pages, page_size = outgoing.pages[segment.component], self.world.weather.page_size
+        if segment.component is not Component.STATE:
+            begin = (first - segment.first_token) // page_size
+            pages = pages[begin : pages_for_tokens(until - segment.first_token, page_size)]
+        ids = np.array(pages, dtype=np.int32)
+        return ShipRegion(outgoing.event.key, first, until - first, ids, segment.component)
 
     # ---- data plane
 
@@ -448,7 +505,7 @@ class PrefillNode(Node):
         if not self.alive or effect not in sends:
             return  # fenced
         sends.remove(effect)
-        data = self.read(effect.pages)  # KeyError: read after free
+        data = self.read(effect.span.component, effect.span.pages)  # KeyError: read after free
         digest = digest_of(data)
         if effect.lane not in PULL_LANES:
             if self.world.chance(self.world.weather.damage):
@@ -464,9 +521,13 @@ class PrefillNode(Node):
         self.do(lambda: self.endpoint.on_data(SourceFenced(key), self.world.now))
 
 
-def value_of(tokens: list[int], position: int) -> int:
-    """The "KV" of a position: it depends on all tokens up to it."""
-    return hash(tuple(tokens[: position + 1])) & 0xFFFFFFFF
+def units_of(component: Component, pages: list[int]) -> list[int]:
+    return unpack_tokens(unit_ids(component, np.array(pages, dtype=np.int32), STATE_PIECES)).tolist()
+
+
+def value_of(component: Component, tokens: list[int], position: int) -> int:
+    """What a component keeps of a position: it depends on all tokens up to it."""
+    return hash((list(Component).index(component), *tokens[: position + 1])) & 0xFFFFFFFF
 
 
 def digest_of(data: list[list[int]]) -> int:
@@ -503,12 +564,16 @@ def check_end(world: World) -> None:
         about = f"{node.stamp.worker}: {node.endpoint.sessions()}\n{node.endpoint.history[-12:]}"
         assert node.endpoint.live_sinks == node.endpoint.live_sources == 0, about
         assert node.endpoint.next_deadline() is None, about
-        assert node.pages == {}, about
+        assert node.units == {}, about
         if isinstance(node, DecodeNode):
             assert all(incoming.ended for incoming in node.incoming.values()), about
             assert node.registered == {}, about
         if isinstance(node, PrefillNode):
             assert all(outgoing.ended for outgoing in node.outgoing.values()), about
+
+
+KINDS = [(True, 0, False), (True, 6, False), (True, 20, True), (True, 0, True), (False, 10, False), (False, 0, True)]
+"""Layers: full attention, the window of the sliding ones, recurrent."""
 
 
 def weathers(*, handoff_ttl_s: float = 4.0, **fixed: float) -> st.SearchStrategy[Weather]:
@@ -524,7 +589,7 @@ def weathers(*, handoff_ttl_s: float = 4.0, **fixed: float) -> st.SearchStrategy
     return st.builds(
         Weather,
         lane=st.sampled_from(["zmq", "local"]),
-        page_size=st.sampled_from([1, 4, 16]),
+        layout=st.sampled_from([KvLayout(page_size, *kind) for page_size in (1, 4, 16) for kind in KINDS]),
         region_pages=st.integers(1, 3),
         slots=st.integers(1, 3),
         handoff_ttl_s=st.just(handoff_ttl_s),
@@ -536,7 +601,7 @@ def weathers(*, handoff_ttl_s: float = 4.0, **fixed: float) -> st.SearchStrategy
 
 
 NETWORK_ONLY = {"damage": 0.0, "abort": 0.0, "break_lane": 0.0, "crash": 0.0, "false_silence": 0.0}
-SLOW = {"lane": "local", "page_size": 4, "region_pages": 1, "loss": 0.3, "repeat": 0.0, **NETWORK_ONLY}
+SLOW = {"lane": "local", "layout": KvLayout(4), "region_pages": 1, "loss": 0.3, "repeat": 0.0, **NETWORK_ONLY}
 """Single pages over a lossy lane without repeats: a hand-off of 12 regions may take more than four seconds."""
 AMPLE_TTL_S = 25.0
 """More than any storm lasts and what is left takes afterwards: time alone ends no hand-off."""
@@ -576,7 +641,7 @@ def test_a_bad_network_ends_a_hand_off_only_by_using_up_its_time(weather: Weathe
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    weather = Weather("local", 4, 2, 2, 0.2, 0.2, 0.05, 0.2, 0.02, 0.5, 0.1)
+    weather = Weather("local", KvLayout(4, window=6, state=True), 2, 2, 0.2, 0.2, 0.05, 0.2, 0.02, 0.5, 0.1)
     first, second = (live(weather, 5, handoffs=8) for _ in range(2))
     for worker, node in first.nodes.items():
         assert node.endpoint.history == second.nodes[worker].endpoint.history

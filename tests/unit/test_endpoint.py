@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -43,6 +45,7 @@ from baton.transfer.api import (
     SourceReleased,
 )
 from baton.transfer.endpoint import Endpoint
+from baton.transfer.plan import Span
 from baton.transfer.session.effects import (
     EngineEvent,
     FenceSink,
@@ -73,7 +76,7 @@ def view(version: int, *stamps: Stamp) -> MembershipView:
 
 
 def endpoint(max_live_sources: int = 8) -> Endpoint:
-    made = Endpoint(ME, CONFIG, 4, ["zmq", "local"], max_live_sources)
+    made = Endpoint(ME, CONFIG, KvLayout(4), ["zmq", "local"], max_live_sources=max_live_sources)
     assert made.on_membership(view(1, ME, PEER, OTHER), 0.0) == []
     return made
 
@@ -93,10 +96,14 @@ def offer(number: int = 1, **changes: object) -> Offer:
         "ttl_s": 5.0,
         "lane": "zmq",
         "credit": 2,
-        "region_pages": 2,
+        "region_units": (2,),
         "tag_base": 9000,
     }
     return Offer(**(fields | changes))  # type: ignore[arg-type]
+
+
+def span(component: str, units: list[int]) -> Span:
+    return Span(Component(component), 0, pack_tokens(units))
 
 
 def open_sink(number: int = 1, peer: WorkerId = PEER.worker, deadline_s: float = 100.0) -> OpenSink:
@@ -172,6 +179,8 @@ def test_no_offer_is_worth_more_time_than_is_configured() -> None:
         ({"start": 12}, "start at token 12"),
         ({"tokens": b"", "start": 0}, "start at token 0"),
         ({"credit": 0}, "without credit"),
+        ({"region_units": ()}, "0 segments"),
+        ({"region_units": (2, 2)}, "2 segments"),
     ],
 )
 def test_an_offer_that_cannot_be_met_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
@@ -214,7 +223,7 @@ def test_a_whole_source_session() -> None:
     here = endpoint()
     here.on_frame(frame(offer()), 0.0)
     [send] = here.command(ShipRegion(key(1), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
-    assert send == SendRegion(key(1), PEER, "zmq", 0, 9000, 4, 6, pack_tokens([8, 9]))
+    assert send == SendRegion(key(1), PEER, "zmq", 0, 9000, Span(Component.FULL, 0, pack_tokens([8, 9])))
     here.command(FinishSource(key(1), PrefillResult(3, None, 0.0, 0)), 0.0)
     assert [type(b) for b in bodies(here.on_data(RegionReady(key(1), 0, 9000, 60, 1), 0.0))] == [Chunk, Done]
     assert here.next_deadline() == 0.5
@@ -231,8 +240,8 @@ def test_an_open_sink_is_prepared_then_offered_then_given_up_in_time() -> None:
     here = endpoint()
     [prepare] = here.command(open_sink(), 1.0)
     assert isinstance(prepare, PrepareSink)
-    assert (prepare.peer, prepare.start, prepare.total_tokens, prepare.tag_count) == (PEER, 4, 10, 4)
-    [sent] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 1.0))
+    assert (prepare.peer, prepare.spans, prepare.tag_count) == (PEER, (span("full", [3, 5]),), 4)
+    [sent] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 1.0))
     assert isinstance(sent, Offer)
     assert here.next_deadline() == 1.5
     assert isinstance(bodies(here.on_timer(1.5))[0], Offer)
@@ -253,7 +262,7 @@ def test_a_sink_towards_a_worker_that_has_left_fails_at_once() -> None:
 
 
 def test_tags_are_never_used_twice_nor_by_a_successor() -> None:
-    here, successor = endpoint(), Endpoint(Stamp(ME.worker, 2, Epoch(501)), CONFIG, 4, ["zmq"])
+    here, successor = endpoint(), Endpoint(Stamp(ME.worker, 2, Epoch(501)), CONFIG, KvLayout(4), ["zmq"])
     successor.on_membership(view(1, PEER), 0.0)
     ranges = []
     for process in (here, successor):
@@ -270,7 +279,7 @@ def test_a_source_of_a_forgotten_sink_is_told_to_stop() -> None:
     here = endpoint()
     for body in (
         Accept(key=key(9)),
-        Chunk(key=key(9), seq=0, tag=1, first_token=0, tokens=4, nbytes=1, digest=1),
+        Chunk(key=key(9), seq=0, tag=1, first_unit=0, units=1, nbytes=1, digest=1),
         Done(key=key(9), regions=1, total_tokens=4),
         Failed(key=key(9), failure=FAILURE),
     ):
@@ -356,7 +365,7 @@ def test_a_flood_of_frames_pushes_out_nothing_but_itself() -> None:
 def test_retrying_a_cancel_ends_with_its_place_in_the_table() -> None:
     here = endpoint()
     here.command(open_sink(1), 0.0)
-    here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 0.0)
+    here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 0.0)
     here.command(AbortSink(key(1), FAILURE), 0.0)
     here.on_data(SinkFenced(key(1)), 0.0)
     now, cancels = 0.0, 0
@@ -372,7 +381,7 @@ def test_a_long_reason_does_not_make_a_frame_that_the_peer_drops() -> None:
     here.on_frame(frame(offer(1)), 0.0)
     told = here.command(AbortSource(key(1), long), 0.0)
     here.command(open_sink(2), 0.0)
-    here.on_data(SinkPrepared(key(2), "zmq", 2, 2), 0.0)
+    here.on_data(SinkPrepared(key(2), "zmq", 2, (2,)), 0.0)
     here.command(AbortSink(key(2), long), 0.0)
     told += here.on_data(SinkFenced(key(2)), 0.0)
     bodies_told = [effect.body for effect in told if isinstance(effect, SendFrame)]
@@ -381,6 +390,55 @@ def test_a_long_reason_does_not_make_a_frame_that_the_peer_drops() -> None:
         assert decode_frame(encode_frame(frame(body))).body == body
     [failed] = [effect.event for effect in told if isinstance(effect, EngineEvent)]
     assert failed.failure == long  # type: ignore[union-attr]  # the engine here is told all of it
+
+
+# ------------------------------------------------------------------------------------- models of several components
+
+
+def hybrid(start: int = 0, **pages: list[int]) -> OpenSink:
+    """The KV of ten tokens of a model with full, sliding and recurrent layers."""
+    arrays = {Component(name): np.array(ids, dtype=np.int32) for name, ids in pages.items()}
+    return replace(open_sink(), start=start, pages=arrays)
+
+
+def hybrid_endpoint(state_pieces: int = 2) -> Endpoint:
+    made = Endpoint(ME, CONFIG, KvLayout(4, window=5, state=True), ["zmq"], state_pieces=state_pieces)
+    made.on_membership(view(1, ME, PEER, OTHER), 0.0)
+    return made
+
+
+def test_each_segment_has_its_destination_and_a_state_travels_in_pieces() -> None:
+    here = hybrid_endpoint()
+    [prepare] = here.command(hybrid(full=[7, 8, 9], swa=[4, 2], state=[3]), 0.0)
+    assert isinstance(prepare, PrepareSink)
+    assert prepare.spans == (span("full", [7, 8, 9]), span("swa", [4, 2]), span("state", [6, 7]))
+    [sent] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, (4, 9, 1)), 0.0))
+    assert isinstance(sent, Offer)
+    assert sent.region_units == (4, 9, 1)
+    there = hybrid_endpoint()
+    assert isinstance(bodies(there.on_frame(frame(sent), 0.0))[0], Accept)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        hybrid(full=[7, 8, 9], swa=[4, 2]),
+        hybrid(full=[7, 8, 9], swa=[4, 2, 3], state=[3]),
+        hybrid(full=[7, 8, 9], swa=[4, 2], state=[3, 4]),
+        hybrid(full=[7, 8, 9], swa=[4, 0], state=[3]),
+        hybrid(start=8, full=[7, 8, 9], swa=[4], state=[3]),
+    ],
+    ids=["no state", "more than the window", "two states", "a dead page", "more than the missing pages"],
+)
+def test_pages_of_anything_but_the_segments_are_a_bug(command: OpenSink) -> None:
+    with pytest.raises(AssertionError):
+        hybrid_endpoint().command(command, 0.0)
+
+
+def test_the_state_of_a_prefix_hit_is_asked_for_whole() -> None:
+    [prepare] = hybrid_endpoint().command(hybrid(start=8, full=[7], swa=[4], state=[3]), 0.0)
+    assert isinstance(prepare, PrepareSink)
+    assert prepare.spans == (span("full", [7]), span("swa", [4]), span("state", [6, 7]))
 
 
 # -------------------------------------------------------------------------------------------------------- liveness
@@ -404,7 +462,7 @@ def test_silence_ends_hand_offs_but_is_no_proof() -> None:
 def test_nothing_is_sent_to_the_dead() -> None:
     here = endpoint()
     here.command(open_sink(1), 0.0)
-    here.on_data(SinkPrepared(key(1), "zmq", 2, 2), 0.0)
+    here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 0.0)
     here.on_frame(frame(offer(2)), 0.0)
     effects = here.on_membership(view(2, ME, OTHER, SUCCESSOR), 1.0)
     assert effects == [FenceSink(key(1)), FenceSource(key(2))]

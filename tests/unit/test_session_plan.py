@@ -1,43 +1,94 @@
-"""Cutting spans into regions: nothing lost, nothing twice, nothing across a page."""
+"""What a hand-off moves, and cutting it into regions: nothing lost, nothing twice, nothing across a page."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import pack_tokens, unpack_tokens
-from baton.common.units import pages_for_tokens
-from baton.transfer.plan import Segment, Span, cut_into_regions, pages_of_span, segments_of
-
-
-@given(
-    page_size=st.sampled_from([1, 4, 16]),
-    first_page=st.integers(0, 5),
-    tokens=st.integers(1, 200),
-    region_pages=st.integers(1, 7),
+from baton.transfer.plan import (
+    STATE_PIECE_BYTES,
+    Segment,
+    Span,
+    cut_into_regions,
+    find_segment,
+    pieces_of_state,
+    segments_of,
+    span_of_tokens,
+    unit_ids,
 )
-def test_regions_cover_a_span_exactly(page_size: int, first_page: int, tokens: int, region_pages: int) -> None:
-    ids = list(range(100, 100 + pages_for_tokens(tokens, page_size)))
-    span = Span(first_page * page_size, tokens, pack_tokens(ids))
-    regions = cut_into_regions(span, page_size, region_pages)
+
+
+@given(first_unit=st.integers(0, 5), units=st.integers(1, 60), region_units=st.integers(1, 7))
+def test_regions_cover_a_span_exactly(first_unit: int, units: int, region_units: int) -> None:
+    ids = list(range(100, 100 + units))
+    regions = cut_into_regions(Span(Component.SWA, first_unit, pack_tokens(ids)), region_units)
     assert [page for region in regions for page in unpack_tokens(region.pages).tolist()] == ids
-    assert regions[0].first_token == span.first_token
-    assert regions[-1].end == span.end
-    for region, following in pairwise(regions):
-        assert region.end == following.first_token
-        assert region.tokens == region_pages * page_size
+    assert {region.component for region in regions} == {Component.SWA}
+    assert [region.first_unit for region in regions] == list(range(first_unit, first_unit + units, region_units))
+    assert all(region.units == region_units for region in regions[:-1])
+    assert regions[-1].units <= region_units
 
 
-def test_pages_outside_of_what_is_held_are_an_error() -> None:
-    pages = pack_tokens([5, 6])
-    assert unpack_tokens(pages_of_span(8, pages, 12, 3, 4)).tolist() == [6]
-    for first_token, tokens in ((12, 5), (4, 4), (9, 1)):
-        with pytest.raises(AssertionError):
-            pages_of_span(8, pages, first_token, tokens, 4)
+PAGED = Segment(Component.SWA, 8, 18, 3)
+STATE = Segment(Component.STATE, 8, 18, 2)
+
+
+@pytest.mark.parametrize(
+    ("segment", "first", "tokens", "count", "first_unit"),
+    [(PAGED, 8, 10, 3, 0), (PAGED, 12, 4, 1, 1), (PAGED, 16, 2, 1, 2), (STATE, 8, 10, 2, 0)],
+)
+def test_tokens_become_units(segment: Segment, first: int, tokens: int, count: int, first_unit: int) -> None:
+    pages = pack_tokens(list(range(1, 1 + count)))
+    assert span_of_tokens(segment, first, tokens, pages, 4) == Span(segment.component, first_unit, pages)
+
+
+@pytest.mark.parametrize(
+    ("segment", "first", "tokens", "count", "reason"),
+    [
+        (PAGED, 4, 4, 1, "is not in"),
+        (PAGED, 16, 4, 1, "is not in"),
+        (PAGED, 8, 0, 0, "is not in"),
+        (PAGED, 9, 3, 1, "begins inside"),
+        (PAGED, 8, 6, 2, "ends inside"),
+        (PAGED, 8, 8, 1, "1 ids for 2 units"),
+        (STATE, 8, 4, 2, "a part of"),
+        (STATE, 8, 10, 1, "1 ids for 2 units"),
+    ],
+)
+def test_tokens_that_are_no_whole_units_are_an_error(
+    segment: Segment, first: int, tokens: int, count: int, reason: str
+) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        span_of_tokens(segment, first, tokens, pack_tokens(list(range(1, 1 + count))), 4)
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 64, STATE_PIECE_BYTES, STATE_PIECE_BYTES + 8, 40_000, 1_000_003, 19_660_800])
+def test_a_state_is_cut_into_equal_pieces_of_whole_words(slot_bytes: int) -> None:
+    pieces = pieces_of_state(slot_bytes)
+    piece, rest = divmod(slot_bytes, pieces)
+    assert rest == 0
+    assert piece <= STATE_PIECE_BYTES
+    assert piece % 8 == 0 or slot_bytes % 8
+    assert pieces == 1 or slot_bytes > STATE_PIECE_BYTES
+
+
+def test_ids_of_units() -> None:
+    pages = np.array([1, 5], dtype=np.int32)
+    assert unpack_tokens(unit_ids(Component.STATE, pages, 3)).tolist() == [3, 4, 5, 15, 16, 17]
+    for component, pieces in ((Component.FULL, 3), (Component.SWA, 3), (Component.STATE, 1)):
+        assert unpack_tokens(unit_ids(component, pages, pieces)).tolist() == [1, 5]
+    with pytest.raises(AssertionError, match="null page"):
+        unit_ids(Component.FULL, np.array([3, 0], dtype=np.int32), 1)
+
+
+def test_units_are_numbered_through_the_segments() -> None:
+    segments = segments_of(KvLayout(4, window=5, state=True), 0, 18, state_pieces=6)
+    assert [find_segment(segments, component) for component in Component] == [(0, 0), (1, 5), (2, 7)]
+    assert find_segment(segments[:1], Component.STATE) is None
 
 
 @pytest.mark.parametrize(

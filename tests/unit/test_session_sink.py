@@ -9,6 +9,7 @@ import pytest
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -25,6 +26,7 @@ from baton.common.messages import (
     pack_tokens,
 )
 from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed
+from baton.transfer.plan import Span, segments_of
 from baton.transfer.session.effects import (
     CloseSink,
     EngineEvent,
@@ -68,7 +70,8 @@ ORDER = SinkOrder(
     request_id=RequestId("r"),
     tokens=pack_tokens(list(range(15))),  # [4, 15) is wanted: three pages, the last one not full
     start=4,
-    pages=pack_tokens([7, 9, 8]),
+    segments=segments_of(KvLayout(4), 4, 15),
+    spans=(Span(Component.FULL, 0, pack_tokens([7, 9, 8])),),
     sample=True,
     sampling=SamplingParams(),
     deadline_s=30.0,
@@ -77,12 +80,14 @@ ORDER = SinkOrder(
 DONE = Done(key=KEY, regions=2, total_tokens=15, first_token=42, prefill_s=0.25, cached_tokens=4)
 
 
-def chunk(seq: int, first_token: int, tokens: int, tag: int | None = None) -> Chunk:
-    tag = 1000 + seq if tag is None else tag
-    return Chunk(key=KEY, seq=seq, tag=tag, first_token=first_token, tokens=tokens, nbytes=tokens * 10, digest=seq)
+def chunk(seq: int, first_unit: int, units: int, tag: int | None = None, component: str = "full") -> Chunk:
+    tag, what = 1000 + seq if tag is None else tag, Component(component)
+    return Chunk(
+        key=KEY, seq=seq, tag=tag, component=what, first_unit=first_unit, units=units, nbytes=units * 40, digest=seq
+    )
 
 
-FIRST, SECOND = chunk(0, 4, 8), chunk(1, 12, 3)
+FIRST, SECOND = chunk(0, 0, 2), chunk(1, 2, 1)
 
 
 class Driver:
@@ -92,7 +97,7 @@ class Driver:
         opened = open_sink(order, RULES)
         self.state: SinkState = opened.state
         self.prepare = opened.effects
-        self.offered = self.tell(SinkPrepared(KEY, lane, credit, 2))
+        self.offered = self.tell(SinkPrepared(KEY, lane, credit, (2,) * len(order.segments)))
 
     def tell(self, event: object, now: float = 0.0) -> list[object]:
         """Frames are shown by their body, engine events by the event."""
@@ -111,10 +116,10 @@ class Driver:
 
 def test_pages_are_registered_before_the_offer_leaves() -> None:
     driver = Driver()
-    assert driver.prepare == (PrepareSink(KEY, PEER, 4, 15, ORDER.pages, tag_base=1000, tag_count=6),)
+    assert driver.prepare == (PrepareSink(KEY, PEER, ORDER.spans, tag_base=1000, tag_count=6),)
     [offer] = driver.offered
     assert isinstance(offer, Offer)
-    assert (offer.start, offer.credit, offer.region_pages, offer.lane) == (4, 2, 2, "zmq")
+    assert (offer.start, offer.credit, offer.region_units, offer.lane) == (4, 2, (2,), "zmq")
     assert offer.ttl_s == 30.0
 
 
@@ -163,7 +168,7 @@ def test_a_damaged_region_is_asked_for_once_more_under_a_fresh_tag() -> None:
     assert driver.verdict is Verdict.IGNORED_STALE
     assert sink_timer(driver.state) == 1.5
     assert driver.tell(ResendDue(), now=1.5) == [nack]
-    again = chunk(0, 4, 8, tag=1003)
+    again = chunk(0, 0, 2, tag=1003)
     assert driver.tell(again) == [LandRegion(KEY, PEER, "zmq", 1003, again)]
     assert driver.tell(Landed(KEY, 0, 80, 0.0)) == [Ack(key=KEY, seq=0, credit=3)]
     assert sink_timer(driver.state) == 30.0
@@ -173,7 +178,7 @@ def test_the_second_damage_of_a_region_is_the_end() -> None:
     driver = Driver()
     driver.tell(FIRST)
     driver.tell(RegionDamaged(KEY, 0))
-    driver.tell(chunk(0, 4, 8, tag=1003))
+    driver.tell(chunk(0, 0, 2, tag=1003))
     assert driver.tell(RegionDamaged(KEY, 0)) == [FenceSink(KEY)]
     cancel, failed = driver.tell(SinkFenced(KEY))
     assert isinstance(cancel, Cancel)
@@ -185,14 +190,13 @@ def test_the_second_damage_of_a_region_is_the_end() -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (chunk(2, 4, 8), "without credit"),
-        (chunk(0, 4, 8, tag=1003), "foreign tag"),
-        (chunk(0, 8, 4), "region 0 starts at"),
-        (chunk(1, 12, 4), "not asked for"),
-        (chunk(1, 0, 4), "not asked for"),
-        (chunk(1, 13, 2), "starts inside a page"),
-        (chunk(0, 4, 6), "ends inside a page"),
-        (chunk(0, 4, 11), "3 pages, over 2"),
+        (chunk(2, 0, 2), "without credit"),
+        (chunk(0, 0, 2, tag=1003), "foreign tag"),
+        (chunk(0, 1, 1), "region 0 starts at"),
+        (chunk(1, 2, 2), "not asked for"),
+        (chunk(1, 3, 1), "not asked for"),
+        (chunk(1, 2, 1, component="state"), "no state was asked for"),
+        (chunk(0, 0, 3), "3 units, over 2"),
     ],
 )
 def test_a_region_that_cannot_be_ends_the_hand_off_before_it_lands(wrong: Chunk, reason: str) -> None:
@@ -204,7 +208,7 @@ def test_a_region_that_cannot_be_ends_the_hand_off_before_it_lands(wrong: Chunk,
 
 
 def test_regions_that_overlap_or_leave_a_gap_end_it() -> None:
-    for first, second in ((chunk(0, 4, 8), chunk(1, 8, 7)), (chunk(1, 12, 3), chunk(0, 4, 4))):
+    for first, second in ((chunk(0, 0, 2), chunk(1, 1, 2)), (chunk(1, 2, 1), chunk(0, 0, 1))):
         driver = Driver()
         driver.tell(first)
         assert driver.tell(second) == [FenceSink(KEY)]
@@ -250,9 +254,9 @@ def test_a_first_token_nobody_asked_for_is_a_contradiction() -> None:
 
 def test_failing_reports_what_landed_without_a_gap() -> None:
     driver = Driver(credit=3)
-    driver.tell(chunk(0, 4, 4))
-    driver.tell(chunk(1, 8, 4))
-    driver.tell(chunk(2, 12, 3))
+    driver.tell(chunk(0, 0, 1))
+    driver.tell(chunk(1, 1, 1))
+    driver.tell(chunk(2, 2, 1))
     driver.tell(Landed(KEY, 0, 40, 0.0))
     driver.tell(Landed(KEY, 2, 30, 0.0))
     assert driver.tell(AbortSink(KEY, FAILURE)) == [FenceSink(KEY)]
@@ -300,7 +304,7 @@ def test_an_offer_that_was_never_made_needs_no_cancel() -> None:
     opened = open_sink(ORDER, RULES)
     draining = sink_step(opened.state, AbortSink(KEY, FAILURE), 0.0, RULES)
     assert draining.effects == (FenceSink(KEY),)
-    late = sink_step(draining.state, SinkPrepared(KEY, "zmq", 1, 1), 0.0, RULES)
+    late = sink_step(draining.state, SinkPrepared(KEY, "zmq", 1, (1,)), 0.0, RULES)
     assert (late.verdict, late.effects) == (Verdict.IGNORED_STALE, ())
     ended = sink_step(late.state, SinkFenced(KEY), 0.0, RULES)
     assert [type(effect) for effect in ended.effects] == [EngineEvent]
@@ -338,9 +342,87 @@ def test_a_source_that_missed_the_commit_is_told_again() -> None:
 def test_bugs_of_this_process_raise() -> None:
     driver = Driver()
     driver.tell(FIRST)
-    for event in (Landed(KEY, 1, 1, 0.0), RegionDamaged(KEY, 5), SinkFenced(KEY), SinkPrepared(KEY, "zmq", 1, 1)):
+    for event in (Landed(KEY, 1, 1, 0.0), RegionDamaged(KEY, 5), SinkFenced(KEY), SinkPrepared(KEY, "zmq", 1, (1,))):
         with pytest.raises(ImpossibleTransition):
             driver.tell(event)
-    for order in (replace(ORDER, start=3), replace(ORDER, start=16), replace(ORDER, pages=pack_tokens([1]))):
+    short = (Span(Component.FULL, 0, pack_tokens([1])),)
+    for order in (replace(ORDER, start=3), replace(ORDER, segments=()), replace(ORDER, spans=short)):
         with pytest.raises(AssertionError):
             open_sink(order, RULES)
+
+
+HYBRID = replace(
+    ORDER,
+    segments=segments_of(KvLayout(4, window=5, state=True), 4, 15, state_pieces=3),
+    spans=(
+        Span(Component.FULL, 0, pack_tokens([7, 9, 8])),
+        Span(Component.SWA, 0, pack_tokens([2, 3])),  # the window of [8, 15)
+        Span(Component.STATE, 0, pack_tokens([6, 7, 8])),  # the third slot, in three pieces
+    ),
+)
+REGIONS = (
+    chunk(0, 0, 2),
+    chunk(1, 2, 1),
+    chunk(2, 0, 2, component="swa"),
+    chunk(3, 0, 2, component="state"),
+    chunk(4, 2, 1, component="state"),
+)
+
+
+def test_segments_follow_one_another_and_all_of_them_make_a_commit() -> None:
+    driver = Driver(HYBRID, credit=5)
+    assert driver.prepare[0].tag_count == 16  # type: ignore[attr-defined]
+    for region in reversed(REGIONS):
+        assert driver.tell(region) == [LandRegion(KEY, PEER, "zmq", region.tag, region)]
+    driver.tell(msgspec.structs.replace(DONE, regions=5))
+    for region in REGIONS[:-1]:
+        assert isinstance(driver.tell(Landed(KEY, region.seq, region.nbytes, 0.0))[0], Ack)
+    assert driver.tell(Landed(KEY, 4, 40, 0.0))[1] == Commit(key=KEY)
+
+
+@pytest.mark.parametrize("missing", [3, 4, 5])
+def test_a_hand_off_without_its_window_or_state_is_no_commit(missing: int) -> None:
+    driver = Driver(HYBRID, credit=5)
+    for region in REGIONS[: missing - 1]:
+        driver.tell(region)
+        driver.tell(Landed(KEY, region.seq, region.nbytes, 0.0))
+    assert driver.tell(msgspec.structs.replace(DONE, regions=missing - 1)) == [FenceSink(KEY)]
+
+
+def test_what_landed_of_a_hand_off_with_a_window_or_a_state_is_of_no_use_before_all_has() -> None:
+    driver = Driver(HYBRID, credit=5)
+    for region in REGIONS:
+        driver.tell(region)
+        driver.tell(Landed(KEY, region.seq, region.nbytes, 0.0))
+    driver.tell(AbortSink(KEY, FAILURE))
+    failed = driver.tell(SinkFenced(KEY))[1]
+    assert isinstance(failed, SinkFailed)
+    assert (failed.landed_until, failed.nbytes) == (4, 320)
+
+
+@pytest.mark.parametrize(
+    ("before", "wrong", "reason"),
+    [
+        ([], chunk(0, 0, 2, component="swa"), "region 0 starts at"),
+        (REGIONS[:2], chunk(2, 0, 2, component="state"), "a gap before"),  # the window is left out
+        (REGIONS[:2], chunk(2, 1, 1, component="swa"), "a gap before"),
+        ([REGIONS[3]], chunk(2, 0, 1, component="swa"), "a gap behind"),
+        ([REGIONS[0]], chunk(1, 2, 2), "not asked for"),  # across the end of a segment
+        (REGIONS[:3], chunk(3, 0, 3, component="state"), "3 units, over 2"),
+    ],
+)
+def test_regions_of_the_wrong_place_among_the_segments_end_it(before: list[Chunk], wrong: Chunk, reason: str) -> None:
+    driver = Driver(HYBRID, credit=5)
+    for region in before:
+        driver.tell(region)
+    assert driver.tell(wrong) == [FenceSink(KEY)]
+    assert reason in driver.state.failure.reason  # type: ignore[union-attr]
+
+
+def test_a_damaged_piece_comes_again_as_the_same_one() -> None:
+    driver = Driver(HYBRID, credit=5)
+    for region in REGIONS:
+        driver.tell(region)
+    nack = Nack(key=KEY, seq=3, tag=1011)
+    assert driver.tell(RegionDamaged(KEY, 3)) == [nack]
+    assert driver.tell(chunk(3, 0, 2, tag=1011)) == [FenceSink(KEY)], "the same units of another component"

@@ -7,6 +7,7 @@ import pytest
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -31,6 +32,7 @@ from baton.transfer.api import (
     SourceReleased,
     SourceStopping,
 )
+from baton.transfer.plan import Span, segments_of
 from baton.transfer.session.effects import (
     EngineEvent,
     FenceSource,
@@ -62,18 +64,20 @@ from baton.transfer.session.step import (
 
 KEY = HandoffKey(HandoffId(1), 3)
 PEER = Stamp(WorkerId("decode-1"), 2, Epoch(77))
-RULES = SessionRules(page_size=4, resend_after_s=0.5)
+RULES = SessionRules(page_size=4, resend_after_s=0.5, state_pieces=3)
 FAILURE = Failure(code=ErrorCode.DRAINING, reason="going away")
 RESULT = PrefillResult(first_token=42, logprob=None, prefill_s=0.25, cached_tokens=8)
-FIRST_CHUNK = Chunk(key=KEY, seq=0, tag=1000, first_token=4, tokens=8, nbytes=80, digest=5)
+FIRST_CHUNK = Chunk(key=KEY, seq=0, tag=1000, first_unit=0, units=2, nbytes=80, digest=5)
+FULL = KvLayout(4)
 CANCEL = Cancel(key=KEY, failure=Failure(code=ErrorCode.CANCELLED))
 
 
 class Driver:
     """A source and what it has said so far. [4, 23) is wanted: five pages, the last one not full."""
 
-    def __init__(self, lane: str = "zmq", credit: int = 2) -> None:
-        terms = SourceTerms(KEY, PEER, lane, 4, 23, True, 2, 1000, 30.0)
+    def __init__(self, lane: str = "zmq", credit: int = 2, layout: KvLayout = FULL) -> None:
+        segments = segments_of(layout, 4, 23, RULES.state_pieces)
+        terms = SourceTerms(KEY, PEER, lane, 23, segments, True, (2,) * len(segments), 1000, 30.0)
         tokens = np.arange(23, dtype=np.int32)
         received = OfferReceived(KEY, PEER, RequestId("r"), tokens, 4, True, SamplingParams(), 30.0)
         first = accept_offer(terms, credit, received)
@@ -97,9 +101,11 @@ class Driver:
                 shown.append(effect.event if isinstance(effect, EngineEvent) else effect)
         return shown
 
-    def send(self, seq: int, first_token: int, tokens: int, pages: list[int], tag: int | None = None) -> SendRegion:
-        tag = 1000 + seq if tag is None else tag
-        return SendRegion(KEY, PEER, self.lane, seq, tag, first_token, tokens, pack_tokens(pages))
+    def send(
+        self, seq: int, first_unit: int, units: list[int], tag: int | None = None, component: str = "full"
+    ) -> SendRegion:
+        span = Span(Component(component), first_unit, pack_tokens(units))
+        return SendRegion(KEY, PEER, self.lane, seq, 1000 + seq if tag is None else tag, span)
 
     def up_to_done(self) -> Driver:
         """Three regions, all announced, the first one acknowledged."""
@@ -113,17 +119,17 @@ class Driver:
         return self
 
 
-def ship(first_token: int, tokens: int, pages: list[int]) -> ShipRegion:
-    return ShipRegion(KEY, first_token, tokens, np.array(pages, dtype=np.int32))
+def ship(first_token: int, tokens: int, pages: list[int], component: str = "full") -> ShipRegion:
+    return ShipRegion(KEY, first_token, tokens, np.array(pages, dtype=np.int32), Component(component))
 
 
 def test_the_happy_path() -> None:
     driver = Driver()
-    assert driver.tell(ship(4, 12, [11, 12, 13])) == [driver.send(0, 4, 8, [11, 12]), driver.send(1, 12, 4, [13])]
+    assert driver.tell(ship(4, 12, [11, 12, 13])) == [driver.send(0, 0, [11, 12]), driver.send(1, 2, [13])]
     assert driver.tell(RegionReady(KEY, 0, 1000, 80, 5)) == [FIRST_CHUNK]
     assert driver.tell(ship(16, 7, [14, 15])) == []  # no credit for a third one
     assert driver.tell(FinishSource(KEY, RESULT)) == []
-    assert driver.tell(Ack(key=KEY, seq=0, credit=3)) == [driver.send(2, 16, 7, [14, 15])]
+    assert driver.tell(Ack(key=KEY, seq=0, credit=3)) == [driver.send(2, 3, [14, 15])]
     assert isinstance(driver.tell(RegionReady(KEY, 1, 1001, 40, 6))[0], Chunk)
     chunk, done = driver.tell(RegionReady(KEY, 2, 1002, 70, 7))
     assert isinstance(chunk, Chunk)
@@ -167,7 +173,7 @@ def test_acks_of_any_order_and_number_only_raise_credit() -> None:
     driver = Driver(credit=1)
     driver.tell(ship(4, 12, [11, 12, 13]))
     driver.tell(RegionReady(KEY, 0, 1000, 80, 5))
-    assert driver.tell(Ack(key=KEY, seq=0, credit=2)) == [driver.send(1, 12, 4, [13])]
+    assert driver.tell(Ack(key=KEY, seq=0, credit=2)) == [driver.send(1, 2, [13])]
     for again in (Ack(key=KEY, seq=0, credit=2), Ack(key=KEY, seq=0, credit=1), Ack(key=KEY, seq=1, credit=1)):
         assert driver.tell(again) == []
         assert driver.verdict is Verdict.IGNORED_DUPLICATE
@@ -180,7 +186,7 @@ def test_a_damaged_region_is_gathered_again_under_the_tag_that_was_asked_for() -
             assert driver.verdict is Verdict.IGNORED_STALE
             driver.tell(ship(4, 12, [11, 12, 13]))
             driver.tell(RegionReady(KEY, 1, 1001, 40, 5))
-            assert driver.tell(Nack(key=KEY, seq=1, tag=1006)) == [driver.send(1, 12, 4, [13], tag=1006)]
+            assert driver.tell(Nack(key=KEY, seq=1, tag=1006)) == [driver.send(1, 2, [13], tag=1006)]
         assert driver.tell(Nack(key=KEY, seq=1, tag=1006)) == []
         assert driver.verdict is Verdict.IGNORED_DUPLICATE
         [chunk] = driver.tell(RegionReady(KEY, 1, 1006, 40, 5))
@@ -283,7 +289,7 @@ def test_bugs_of_this_process_raise() -> None:
     for event in (FinishSource(KEY, RESULT), RegionReady(KEY, 0, 1000, 1, 1), SourceFenced(KEY)):
         with pytest.raises(ImpossibleTransition):
             driver.tell(event)
-    for wrong in (ship(8, 4, [1]), ship(4, 6, [1, 2]), ship(4, 20, [1] * 5), ship(4, 8, [1])):
+    for wrong in (ship(8, 4, [1]), ship(4, 6, [1, 2]), ship(4, 20, [1] * 5), ship(4, 8, [1]), ship(4, 4, [0])):
         with pytest.raises(AssertionError):
             driver.tell(wrong)
     driver.tell(ship(4, 12, [11, 12, 13]))
@@ -292,3 +298,53 @@ def test_bugs_of_this_process_raise() -> None:
     driver.tell(ship(16, 7, [14, 15]))
     with pytest.raises(AssertionError, match="first token"):
         driver.tell(FinishSource(KEY, PrefillResult(-1, None, 0.0, 0)))
+
+
+HYBRID = KvLayout(
+    4, window=5, state=True
+)  # of [4, 23): five pages, the window [16, 23) of two, a state of three pieces
+
+
+def test_segments_are_shipped_in_order_and_done_comes_after_the_last() -> None:
+    driver = Driver(credit=9, layout=HYBRID)
+    driver.tell(ship(4, 12, [11, 12, 13]))
+    driver.tell(ship(16, 7, [14, 15]))
+    assert driver.tell(ship(16, 7, [5, 6], "swa")) == [driver.send(3, 0, [5, 6], component="swa")]
+    assert driver.tell(ship(4, 19, [2], "state")) == [
+        driver.send(4, 0, [6, 7], component="state"),
+        driver.send(5, 2, [8], component="state"),
+    ]
+    driver.tell(FinishSource(KEY, RESULT))
+    for seq in range(5):
+        driver.tell(RegionReady(KEY, seq, 1000 + seq, 1, 1))
+    chunk, done = driver.tell(RegionReady(KEY, 5, 1005, 1, 1))
+    assert chunk == Chunk(
+        key=KEY, seq=5, tag=1005, component=Component.STATE, first_unit=2, units=1, nbytes=1, digest=1
+    )
+    assert (done.regions, done.total_tokens) == (6, 23)  # type: ignore[attr-defined]
+
+
+def test_shipping_in_another_way_is_a_bug() -> None:
+    full = [ship(4, 19, [1, 2, 3, 4, 5])]
+    window = [*full, ship(16, 7, [5, 6], "swa")]
+    for before, wrong in (
+        ([], ship(16, 7, [5, 6], "swa")),  # before its turn
+        (full, ship(4, 19, [2], "state")),
+        (full, ship(12, 11, [4, 5, 6], "swa")),  # more than the window
+        (window, ship(16, 7, [5, 6], "swa")),  # twice
+        (window, ship(4, 12, [2], "state")),  # a part of it
+        (window, ship(4, 19, [2, 3], "state")),
+    ):
+        driver = Driver(layout=HYBRID)
+        for shipment in before:
+            driver.tell(shipment)
+        with pytest.raises(AssertionError):
+            driver.tell(wrong)
+    for done in (full, window):
+        driver = Driver(layout=HYBRID)
+        for shipment in done:
+            driver.tell(shipment)
+        with pytest.raises(AssertionError, match="before everything was shipped"):
+            driver.tell(FinishSource(KEY, RESULT))
+    with pytest.raises(AssertionError, match="no swa was asked for"):
+        Driver().tell(ship(16, 7, [5, 6], "swa"))

@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffId, HandoffKey
-from baton.common.messages import Chunk
+from baton.common.kv.buffers import NumpyKvBuffer
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.messages import Chunk, pack_tokens
+from baton.transfer.plan import Span
 from baton.transfer.staging import (
     Damaged,
     NotMine,
@@ -21,15 +25,25 @@ from baton.transfer.staging import (
     digest_of_pages,
     gather_pages,
     scatter_pages,
+    state_pieces_of,
+    unit_rows,
 )
 
 KEY = HandoffKey(HandoffId(1), 1)
-PAGE_SIZE = 4
 
 
-def chunk(seq: int, first_token: int, tokens: int, data: np.ndarray, key: HandoffKey = KEY) -> Chunk:
+def chunk(
+    seq: int, first_unit: int, units: int, data: np.ndarray, key: HandoffKey = KEY, component: str = "full"
+) -> Chunk:
     return Chunk(
-        key=key, seq=seq, tag=seq, first_token=first_token, tokens=tokens, nbytes=len(data), digest=digest_of(data)
+        key=key,
+        seq=seq,
+        tag=seq,
+        component=Component(component),
+        first_unit=first_unit,
+        units=units,
+        nbytes=len(data),
+        digest=digest_of(data),
     )
 
 
@@ -144,82 +158,118 @@ def test_gather_and_scatter_are_inverse_and_touch_only_their_pages(page_bytes: i
     assert np.array_equal(target, expected)
 
 
-def handler(pages: list[int], start: int = 8, total: int = 18) -> StagingHandler:
-    made = StagingHandler(np.zeros((16, 64), dtype=np.uint8), PAGE_SIZE)
-    made.register_decode_req(KEY, np.array(pages, dtype=np.int32), start, total)
+def span(component: str, units: list[int]) -> Span:
+    return Span(Component(component), 0, pack_tokens(units))
+
+
+def handler(*spans: Span) -> StagingHandler:
+    """Units of FULL have 64 bytes, of SWA 24, of STATE 100."""
+    sizes = zip(Component, (64, 24, 100), strict=True)
+    made = StagingHandler({component: np.zeros((16, size), dtype=np.uint8) for component, size in sizes})
+    made.register_decode_req(KEY, spans)
     return made
 
 
+def one_pool(units: list[int]) -> tuple[StagingHandler, np.ndarray]:
+    made = handler(span("full", units))
+    return made, made.pools[Component.FULL]
+
+
 def test_regions_land_where_they_belong_in_any_order_and_again() -> None:
-    subject = handler([9, 3, 5])  # tokens 8..11, 12..15, 16..17
+    subject, pool = one_pool([9, 3, 5])
     tail, head = content(1, seed=1), content(2, seed=2)
     for _ in range(2):
-        assert isinstance(subject._scatter_region(KEY, chunk(1, 16, 2, tail), tail), Scattered)
-        assert isinstance(subject._scatter_region(KEY, chunk(0, 8, 8, head), head), Scattered)
-    assert np.array_equal(subject.pool[[9, 3]].reshape(-1), head)
-    assert np.array_equal(subject.pool[5], tail)
-    assert subject.landed_spans(KEY) == [(8, 16), (16, 18)]
-    assert not subject.pool[[0, 1, 2, 4, 6, 7, 8, 10]].any()
+        assert isinstance(subject._scatter_region(KEY, chunk(1, 2, 1, tail), tail), Scattered)
+        assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 2, head), head), Scattered)
+    assert np.array_equal(pool[[9, 3]].reshape(-1), head)
+    assert np.array_equal(pool[5], tail)
+    assert not pool[[0, 1, 2, 4, 6, 7, 8, 10]].any()
+
+
+def test_each_component_has_its_own_units_of_its_own_size() -> None:
+    subject = handler(span("full", [9, 3]), span("swa", [3]), span("state", [4, 5, 6]))
+    for seq, (name, first, units, size) in enumerate((("state", 1, 2, 100), ("full", 0, 2, 64), ("swa", 0, 1, 24))):
+        data = content(units, size, seed=seq)
+        assert isinstance(subject._scatter_region(KEY, chunk(seq, first, units, data, component=name), data), Scattered)
+    pools = {component.value: pool for component, pool in subject.pools.items()}
+    assert np.array_equal(pools["full"][[9, 3]].reshape(-1), content(2, 64, seed=1))
+    assert np.array_equal(pools["swa"][3], content(1, 24, seed=2))
+    assert np.array_equal(pools["state"][[5, 6]].reshape(-1), content(2, 100, seed=0))
+    assert [np.count_nonzero(pool.any(axis=1)) for pool in pools.values()] == [2, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("first_token", "tokens", "pages", "reason"),
-    [
-        (9, 4, 1, "not page-aligned"),
-        (8, 5, 2, "not page-aligned"),
-        (4, 4, 1, "outside"),
-        (16, 4, 1, "outside"),
-        (20, 4, 1, "outside"),
-    ],
+    ("component", "first", "units"), [("full", 2, 2), ("full", 3, 1), ("full", 0, 4), ("swa", 0, 1), ("state", 1, 1)]
 )
-def test_a_region_outside_of_the_registration_is_not_ours(
-    first_token: int, tokens: int, pages: int, reason: str
-) -> None:
-    subject, data = handler([9, 3, 5]), content(pages)
-    outcome = subject._scatter_region(KEY, chunk(0, first_token, tokens, data), data)
+def test_a_region_outside_of_the_registration_is_not_ours(component: str, first: int, units: int) -> None:
+    subject = handler(span("full", [9, 3, 5]), span("state", [4]))
+    data = content(units, {"full": 64, "swa": 24, "state": 100}[component])
+    outcome = subject._scatter_region(KEY, chunk(0, first, units, data, component=component), data)
     assert isinstance(outcome, NotMine)
-    assert reason in outcome.reason
-    assert not subject.pool.any()
+    assert "outside" in outcome.reason
+    assert not any(pool.any() for pool in subject.pools.values())
 
 
 def test_nothing_lands_after_forget_or_for_a_stranger() -> None:
-    subject, data = handler([9, 3, 5]), content(1)
+    (subject, pool), data = one_pool([9, 3, 5]), content(1)
     other = HandoffKey(KEY.handoff, KEY.attempt + 1)
-    assert isinstance(subject._scatter_region(other, chunk(0, 8, 4, data, other), data), NotMine)
+    assert isinstance(subject._scatter_region(other, chunk(0, 0, 1, data, other), data), NotMine)
     subject.forget(KEY)
-    assert isinstance(subject._scatter_region(KEY, chunk(0, 8, 4, data), data), NotMine)
-    assert not subject.pool.any()
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, data), data), NotMine)
+    assert not pool.any()
 
 
 def test_a_sequence_number_has_one_place() -> None:
-    subject, data = handler([9, 3, 5]), content(1)
-    assert isinstance(subject._scatter_region(KEY, chunk(0, 8, 4, data), data), Scattered)
-    assert isinstance(subject._scatter_region(KEY, chunk(0, 12, 4, data), data), NotMine)
-    assert not subject.pool[3].any()
+    subject, data = handler(span("full", [9, 3, 5]), span("swa", [3])), content(1)
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, data), data), Scattered)
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 1, 1, data), data), NotMine)
+    part = data[:24]
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, part, component="swa"), part), NotMine)
+    assert not subject.pools[Component.FULL][3].any()
+    assert not subject.pools[Component.SWA].any()
 
 
 def test_wrong_size_and_wrong_digest_are_damage_and_touch_nothing() -> None:
-    subject, data = handler([9, 3, 5]), content(1)
-    good = chunk(0, 8, 4, data)
+    (subject, pool), data = one_pool([9, 3, 5]), content(1)
+    good = chunk(0, 0, 1, data)
     flipped = data.copy()
     flipped[17] ^= 4
     assert isinstance(subject._scatter_region(KEY, good, flipped), Damaged)
     assert isinstance(subject._scatter_region(KEY, good, data[:-8]), Damaged)
-    assert isinstance(subject._scatter_region(KEY, chunk(0, 8, 8, data), data), Damaged)
-    assert not subject.pool.any()
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 2, data), data), Damaged)
+    assert not pool.any()
+
+
+def test_bytes_of_one_component_are_damage_for_another() -> None:
+    subject, data = handler(span("full", [9]), span("swa", [3])), content(1)
+    assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, data, component="swa"), data), Damaged)
+    assert isinstance(
+        subject.verify_pulled(KEY, chunk(0, 0, 1, data, component="swa"), np.array([3], dtype=np.int32), 0.0), Damaged
+    )
 
 
 @pytest.mark.parametrize(
-    ("pages", "start", "total"),
-    [([9, 3], 8, 18), ([9, 3, 5], 9, 18), ([0, 3, 5], 8, 18), ([9, 3, 16], 8, 18)],
-    ids=["too few pages", "start not aligned", "the null page", "page outside of the pool"],
+    "spans",
+    [[span("full", [0, 3])], [span("full", [9, 16])], [span("swa", [0])], [span("full", [1]), span("full", [2])]],
+    ids=["the null page", "page outside of the pool", "another null page", "two segments of one component"],
 )
-def test_a_registration_that_cannot_be_right_is_a_bug(pages: list[int], start: int, total: int) -> None:
+def test_a_registration_that_cannot_be_right_is_a_bug(spans: list[Span]) -> None:
     with pytest.raises(AssertionError):
-        handler(pages, start, total)
+        handler(*spans)
 
 
 def test_one_registration_per_key() -> None:
-    subject = handler([9, 3, 5])
+    subject, _ = one_pool([9, 3, 5])
     with pytest.raises(AssertionError, match="registered"):
-        subject.register_decode_req(KEY, np.array([1], dtype=np.int32), 0, 4)
+        subject.register_decode_req(KEY, (span("full", [1]),))
+
+
+def test_a_state_is_cut_into_pieces_of_the_same_memory() -> None:
+    state = NumpyKvBuffer(4, 40000, 4)
+    memory = KvMemory(KvLayout(4, state=True), {Component.FULL: NumpyKvBuffer(8, 64, 4), Component.STATE: state})
+    assert state_pieces_of(memory) == 4
+    rows = unit_rows(memory)
+    assert {component.value: pool.shape for component, pool in rows.items()} == {"full": (8, 64), "state": (16, 10000)}
+    rows[Component.STATE][4:8] = 7
+    assert state.as_bytes()[1].all()
+    assert not state.as_bytes()[[0, 2, 3]].any()

@@ -12,7 +12,8 @@ Rules for a shell:
 - A fence always completes, and needs nobody else to: it is local.
 - Failing is a value (`SinkLaneFailed`, `SourceLaneFailed`), never an exception into the endpoint.
 
-Page ids are little-endian int32 bytes, as on the wire (`unpack_tokens` reads them): these values compare and hash.
+Ids of units (`plan.py`) are little-endian int32 bytes, as on the wire (`unpack_tokens` reads them): these values
+compare and hash.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from baton.common.ids import HandoffKey, Stamp, WorkerId
 from baton.common.messages import Chunk, Failure, HandoffBody
 from baton.transfer.api import SinkEvent, SourceEvent
+from baton.transfer.plan import Span
 
 PULL_LANES = frozenset({"local"})
 """Lanes in which the receiver reads the source's pages itself. There a source needs the *peer's* proof (Commit, Cancel
@@ -60,9 +62,7 @@ class PrepareSink:
 
     key: HandoffKey
     peer: Stamp
-    start: int  # tokens; page-aligned
-    total_tokens: int
-    pages: bytes  # destination pages of exactly [start, total_tokens)
+    spans: tuple[Span, ...]  # the destination of each whole segment
     tag_base: int
     tag_count: int
 
@@ -78,7 +78,7 @@ class LandRegion:
     peer: Stamp
     lane: str
     tag: int
-    chunk: Chunk  # geometry already checked against the hand-off
+    chunk: Chunk  # geometry already checked against the hand-off's segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +102,18 @@ class CloseSink:
 
 @dataclass(frozen=True, slots=True)
 class SinkPrepared:
-    """Registered; `credit` >= 1 staging slots of `region_pages` >= 1 pages each are reserved for the hand-off."""
+    """Registered; `credit` >= 1 staging slots are reserved for the hand-off. Each holds `region_units` >= 1 units:
+    as many for each of its segments."""
 
     key: HandoffKey
     lane: str
     credit: int
-    region_pages: int
+    region_units: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SinkNotPrepared:
-    """Cannot be done at all: no lane to this peer, a page larger than a slot. Nothing is registered or reserved."""
+    """Cannot be done at all: no lane to this peer. Nothing is registered or reserved."""
 
     key: HandoffKey
     failure: Failure
@@ -159,9 +160,9 @@ class SinkFenced:
 
 @dataclass(frozen=True, slots=True)
 class SendRegion:
-    """Gather `pages` (the pages of tokens [first_token, first_token + tokens)), compute size and digest, start sending
-    the bytes under `tag`; on a pull lane only compute size and digest. The Chunk frame is sent by the endpoint, when it
-    hears `RegionReady`, and re-sent by it. Repeated for a damaged region, under a fresh tag.
+    """Gather the units of `span`, compute size and digest, start sending the bytes under `tag`; on a pull lane only
+    compute size and digest. The Chunk frame is sent by the endpoint, when it hears `RegionReady`, and re-sent by it.
+    Repeated for a damaged region, under a fresh tag.
 
     Answer: `RegionReady` or `SourceLaneFailed`."""
 
@@ -170,9 +171,7 @@ class SendRegion:
     lane: str
     seq: int
     tag: int
-    first_token: int
-    tokens: int
-    pages: bytes
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)

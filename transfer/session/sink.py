@@ -7,7 +7,7 @@ Invariants:
 - S1  The engine hears exactly one of SinkCommitted and SinkFailed; after it no LandRegion of the key is open.
 - S2  Cancel is sent only after SinkFenced: for the source it is the proof that nobody here reads its pages.
 - S3  At most `credit` LandRegion are open at any time, and never two for one region.
-- S4  Every region lies page-aligned inside [start, total), next to its neighbours: landed ones never overlap.
+- S4  Every region lies in whole units inside one segment, next to its neighbours: landed ones never overlap.
 - S5  Whatever a peer sends, the machine ends the hand-off at worst; it never raises.
 """
 
@@ -28,7 +28,6 @@ from baton.common.messages import (
     Failed,
     Refuse,
 )
-from baton.common.units import pages_for_tokens
 from baton.transfer.api import AbortSink
 from baton.transfer.session.effects import (
     Landed,
@@ -109,11 +108,11 @@ __all__ = [
 
 def open_sink(order: SinkOrder, rules: SessionRules) -> SinkStep:
     """The first step of a hand-off."""
-    wanted = order.total - order.start
-    assert wanted > 0, "nothing to hand over"
+    assert order.segments, "nothing to hand over"
     assert order.start % rules.page_size == 0, order.start
-    assert order.page_count == pages_for_tokens(wanted, rules.page_size), "pages of exactly the range"
-    prepare = PrepareSink(order.key, order.peer, order.start, order.total, order.pages, order.tag_base, order.tag_count)
+    held = [(span.component, span.first_unit, span.units) for span in order.spans]
+    assert held == [(segment.component, 0, segment.units) for segment in order.segments], "pages of exactly the range"
+    prepare = PrepareSink(order.key, order.peer, order.spans, order.tag_base, order.tag_count)
     return Step(Preparing(order), Verdict.MOVE, (prepare,))
 
 
@@ -172,13 +171,15 @@ def sink_step(state: SinkState, event: SinkInput, now: float, rules: SessionRule
 def _preparing(state: Preparing, event: SinkInput, now: float, rules: SessionRules) -> SinkStep:
     match event:
         case SinkPrepared():
-            assert min(event.credit, event.region_pages) >= 1, event
+            assert len(event.region_units) == len(state.order.segments), event
+            assert min(event.credit, *event.region_units) >= 1, event
             offer = make_offer(state.order, event, now)
             after = Offered(state.order, offer, now + rules.resend_after_s)
             return Step(after, Verdict.MOVE, (to_peer(state.order, offer),))
         case SinkNotPrepared():
             over = Closed(state.order, event.failure)
-            return Step(over, Verdict.MOVE, (sink_failed(state.order, event.failure, event.peer_lost, "", Arrivals()),))
+            told = sink_failed(state.order, event.failure, event.peer_lost, "", Arrivals(), rules)
+            return Step(over, Verdict.MOVE, (told,))
         case AbortSink():
             return drain(state, event.failure)
         case DeadlinePassed():
@@ -198,7 +199,7 @@ def _offered(state: Offered, event: SinkInput, now: float, rules: SessionRules) 
         case Accept():
             return Step(begin_receiving(state), Verdict.MOVE)
         case Chunk():
-            return take_chunk(begin_receiving(state), event, now, rules)  # overtook the Accept, or that was lost
+            return take_chunk(begin_receiving(state), event, now)  # overtook the Accept, or that was lost
         case Done():
             return take_done(begin_receiving(state), event, now)
         case Refuse() | Failed():
@@ -230,7 +231,7 @@ def _receiving(state: Receiving, event: SinkInput, now: float, rules: SessionRul
         case Accept():
             return Step(state, Verdict.IGNORED_DUPLICATE)
         case Chunk():
-            return take_chunk(state, event, now, rules)
+            return take_chunk(state, event, now)
         case Done():
             return take_done(state, event, now)
         case Landed():
@@ -263,7 +264,7 @@ def _receiving(state: Receiving, event: SinkInput, now: float, rules: SessionRul
 def _draining(state: Draining, event: SinkInput, now: float, rules: SessionRules) -> SinkStep:
     match event:
         case SinkFenced():
-            told = sink_failed(state.order, state.failure, state.peer_lost, state.lane, state.arrivals)
+            told = sink_failed(state.order, state.failure, state.peer_lost, state.lane, state.arrivals, rules)
             if not state.offered:
                 return Step(Closed(state.order, state.failure), Verdict.MOVE, (told,))
             after = Aborted(state.order, state.failure, now + rules.resend_after_s)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp
+from baton.common.kv.layout import Component
 from baton.common.messages import (
     Ack,
     Cancel,
@@ -18,9 +19,8 @@ from baton.common.messages import (
     Nack,
     Offer,
 )
-from baton.common.units import pages_for_tokens
 from baton.transfer.api import PrefillResult, SinkCommitted, SinkFailed
-from baton.transfer.plan import PAGE_ID_BYTES
+from baton.transfer.plan import PAGE_ID_BYTES, find_segment
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -61,7 +61,7 @@ def begin_receiving(state: Offered) -> Receiving:
     return Receiving(state.order, state.offer, Arrivals(), None, None, state.resend_at_s)
 
 
-def take_chunk(state: Receiving, chunk: Chunk, now: float, rules: SessionRules) -> SinkStep:
+def take_chunk(state: Receiving, chunk: Chunk, now: float) -> SinkStep:
     match state.arrivals.get(chunk.seq):
         case Arrived():
             ack = Ack(key=state.order.key, seq=chunk.seq, credit=state.credit)
@@ -71,10 +71,10 @@ def take_chunk(state: Receiving, chunk: Chunk, now: float, rules: SessionRules) 
         case Damaged(first, tag):
             if chunk.tag != tag:
                 return stale(state)  # announced before the Nack
-            if (chunk.first_token, chunk.tokens) != (first.first_token, first.tokens):
+            if _place(chunk) != _place(first):
                 return drain(state, _broken(state.order, f"region {chunk.seq} is another one the second time"))
         case None:
-            wrong = _contradiction(state, chunk, rules)
+            wrong = _contradiction(state, chunk)
             if wrong:
                 return drain(state, _broken(state.order, wrong))
     after = replace(
@@ -86,38 +86,38 @@ def take_chunk(state: Receiving, chunk: Chunk, now: float, rules: SessionRules) 
     return Step(after, Verdict.MOVE, (land,))
 
 
-def _contradiction(state: Receiving, chunk: Chunk, rules: SessionRules) -> str:
+def _contradiction(state: Receiving, chunk: Chunk) -> str:
     """Why a newly announced region cannot be part of this hand-off; "" when it can (S3, S4)."""
-    order, offer, seq, first, end = state.order, state.offer, chunk.seq, chunk.first_token, _end(chunk)
-    pages = pages_for_tokens(chunk.tokens, rules.page_size)
+    order, offer, seq = state.order, state.offer, chunk.seq
     before, behind = state.arrivals.get(seq - 1), state.arrivals.get(seq + 1)
+    found = find_segment(order.segments, chunk.component)
     if seq >= state.credit:
         return f"region {seq} came without credit ({state.credit})"
     if state.done is not None and seq >= state.done.regions:
         return f"region {seq} came after the last one"
     if chunk.tag != order.first_tag(seq):
         return f"region {seq} came under a foreign tag"
-    if first < order.start or end > order.total:
-        return f"[{first}, {end}) was not asked for"
-    if first % rules.page_size != 0:
-        return f"region {seq} starts inside a page"
-    if end % rules.page_size != 0 and end != order.total:
-        return f"region {seq} ends inside a page"
-    if pages > offer.region_pages:
-        return f"region {seq} has {pages} pages, over {offer.region_pages}"
-    if seq == 0 and first != order.start:
-        return f"region 0 starts at {first}"
-    if before is not None and _end(before.chunk) != first:
+    if found is None:
+        return f"no {chunk.component} was asked for"
+    segment, most, first = order.segments[found[0]], offer.region_units[found[0]], found[1] + chunk.first_unit
+    if chunk.first_unit + chunk.units > segment.units:
+        end = chunk.first_unit + chunk.units
+        return f"units [{chunk.first_unit}, {end}) of {segment.units} of {chunk.component} were not asked for"
+    if chunk.units > most:
+        return f"region {seq} has {chunk.units} units, over {most}"
+    if seq == 0 and first != 0:
+        return f"region 0 starts at unit {first}"
+    if before is not None and order.first_number(before.chunk) + before.chunk.units != first:
         return f"a gap before region {seq}"
-    if behind is not None and behind.chunk.first_token != end:
+    if behind is not None and order.first_number(behind.chunk) != first + chunk.units:
         return f"a gap behind region {seq}"
-    if len(chunk.source_pages) != (pages * PAGE_ID_BYTES if offer.lane in PULL_LANES else 0):
+    if len(chunk.source_pages) != (chunk.units * PAGE_ID_BYTES if offer.lane in PULL_LANES else 0):
         return f"region {seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages"
     return ""
 
 
-def _end(chunk: Chunk) -> int:
-    return chunk.first_token + chunk.tokens
+def _place(chunk: Chunk) -> tuple[Component, int, int]:
+    return chunk.component, chunk.first_unit, chunk.units
 
 
 def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
@@ -128,7 +128,7 @@ def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
         return drain(state, _broken(order, f"{done.total_tokens} tokens were prefilled, not {order.total}"))
     if (done.first_token >= 0) != order.sample:
         return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
-    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.page_count:
+    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.unit_count:
         return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
     return _commit_if_complete(replace(state, done=done), now)
 
@@ -149,8 +149,8 @@ def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
     order, arrivals, done = state.order, state.arrivals, state.done
     if done is None or arrivals.landed < done.regions:
         return Step(state, Verdict.MOVE)
-    if arrivals.landed_until(order.start) != order.total:
-        return drain(state, _broken(order, f"{done.regions} regions end before token {order.total}"))
+    if arrivals.without_gap != order.unit_count:
+        return drain(state, _broken(order, f"{done.regions} regions end before unit {order.unit_count}"))
     assert state.first_chunk_at_s is not None
     result = PrefillResult(done.first_token, done.logprob, done.prefill_s, done.cached_tokens)
     committed = SinkCommitted(
@@ -217,13 +217,18 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
         ttl_s=max(0.0, order.deadline_s - now),
         lane=prepared.lane,
         credit=prepared.credit,
-        region_pages=prepared.region_pages,
+        region_units=prepared.region_units,
         tag_base=order.tag_base,
     )
 
 
-def sink_failed(order: SinkOrder, failure: Failure, peer_lost: bool, lane: str, arrivals: Arrivals) -> EngineEvent:
-    until = arrivals.landed_until(order.start)
+def sink_failed(
+    order: SinkOrder, failure: Failure, peer_lost: bool, lane: str, arrivals: Arrivals, rules: SessionRules
+) -> EngineEvent:
+    until = order.start
+    if all(segment.component is Component.FULL for segment in order.segments):
+        until = min(order.total, order.start + arrivals.without_gap * rules.page_size)
+    # Else a window or a state is missing, and without them the rest is of no use.
     return EngineEvent(SinkFailed(order.key, order.peer.worker, failure, until, arrivals.nbytes, lane, peer_lost))
 
 

@@ -18,7 +18,7 @@ from baton.common.messages import (
     SamplingParams,
 )
 from baton.transfer.api import AbortSink
-from baton.transfer.plan import PAGE_ID_BYTES
+from baton.transfer.plan import Segment, Span, count_units, find_segment
 from baton.transfer.session.effects import (
     EngineEvent,
     Landed,
@@ -90,13 +90,15 @@ class Arrivals:
     def landed(self) -> int:
         return sum(isinstance(region, Arrived) for region in self.regions)
 
-    def landed_until(self, start: int) -> int:
-        """[start, this) is in the pages without a gap. Page-aligned unless it is the total (S4)."""
+    @property
+    def without_gap(self) -> int:
+        """Units [0, this) of the whole hand-off are in their place (S4: regions are neighbours)."""
+        units = 0
         for region in self.regions:
             if not isinstance(region, Arrived):
                 break
-            start = region.chunk.first_token + region.chunk.tokens
-        return start
+            units += region.chunk.units
+        return units
 
 
 # ----------------------------------------------------------------------------------------------------- states
@@ -111,7 +113,8 @@ class SinkOrder:
     request_id: RequestId
     tokens: bytes
     start: int
-    pages: bytes
+    segments: tuple[Segment, ...]
+    spans: tuple[Span, ...]  # the destination of each segment, whole
     sample: bool
     sampling: SamplingParams
     deadline_s: float
@@ -122,19 +125,25 @@ class SinkOrder:
         return len(self.tokens) // 4
 
     @property
-    def page_count(self) -> int:
-        return len(self.pages) // PAGE_ID_BYTES
+    def unit_count(self) -> int:
+        return count_units(self.segments)
 
     @property
     def tag_count(self) -> int:
-        """A region has at least one page, and is sent at most twice."""
-        return 2 * self.page_count
+        """A region has at least one unit, and is sent at most twice."""
+        return 2 * self.unit_count
 
     def first_tag(self, seq: int) -> int:
         return self.tag_base + seq
 
     def second_tag(self, seq: int) -> int:
-        return self.tag_base + self.page_count + seq
+        return self.tag_base + self.unit_count + seq
+
+    def first_number(self, chunk: Chunk) -> int:
+        """Of a region of one of the segments: the number of its first unit in the whole hand-off."""
+        found = find_segment(self.segments, chunk.component)
+        assert found is not None, chunk
+        return found[1] + chunk.first_unit
 
 
 @dataclass(frozen=True, slots=True)

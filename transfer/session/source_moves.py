@@ -25,7 +25,7 @@ from baton.transfer.api import (
     ShipRegion,
     SourceStopping,
 )
-from baton.transfer.plan import Span, cut_into_regions
+from baton.transfer.plan import Span, count_units, cut_into_regions, find_segment, span_of_tokens, unit_ids
 from baton.transfer.session.effects import (
     PULL_LANES,
     EngineEvent,
@@ -68,14 +68,20 @@ from baton.transfer.session.step import (
 
 def ship(state: Sending, event: ShipRegion, rules: SessionRules) -> SourceStep:
     terms = state.terms
-    shipped_until = state.regions[-1].span.end if state.regions else terms.start
-    span = Span(event.first_token, event.tokens, event.pages.astype("<i4", copy=False).tobytes())
     assert state.result is None, "shipped after FinishSource"
-    assert event.tokens > 0, event
-    assert span.first_token == shipped_until, f"a gap: {span.first_token} after {shipped_until}"
-    assert span.end == terms.total or (span.end % rules.page_size == 0 and span.end < terms.total), span
-    cut = cut_into_regions(span, rules.page_size, terms.region_pages)
+    found = find_segment(terms.segments, event.component)
+    assert found is not None, f"no {event.component} was asked for"
+    index, first_number = found
+    ids = unit_ids(event.component, event.pages, rules.state_pieces)
+    span = span_of_tokens(terms.segments[index], event.first_token, event.tokens, ids, rules.page_size)
+    shipped = _shipped_units(state)
+    assert first_number + span.first_unit == shipped, f"a gap, or twice: {event} after {shipped} units"
+    cut = cut_into_regions(span, terms.region_units[index])
     return pump(state, state.regions + tuple(Queued(region) for region in cut))
+
+
+def _shipped_units(state: Sending) -> int:
+    return sum(region.span.units for region in state.regions)
 
 
 def pump(state: Sending, regions: Regions) -> SourceStep:
@@ -95,7 +101,7 @@ def _with_credit(terms: SourceTerms, regions: Regions, credit: int) -> tuple[Reg
 
 def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules) -> SourceStep:
     assert state.result is None, "FinishSource twice"
-    assert state.regions[-1].span.end == state.terms.total, "finished before everything was shipped"
+    assert _shipped_units(state) == count_units(state.terms.segments), "finished before everything was shipped"
     assert (event.result.first_token >= 0) == state.terms.sample, "a first token exactly when one was asked for"
     step = await_ack_if_announced(replace(state, result=event.result), now, rules)
     return Step(step.state, Verdict.MOVE, step.effects)
@@ -130,8 +136,9 @@ def announce(state: SendingT, event: RegionReady, now: float, rules: SessionRule
         key=terms.key,
         seq=event.seq,
         tag=event.tag,
-        first_token=span.first_token,
-        tokens=span.tokens,
+        component=span.component,
+        first_unit=span.first_unit,
+        units=span.units,
         nbytes=event.nbytes,
         digest=event.digest,
         source_pages=span.pages if terms.lane in PULL_LANES else b"",
@@ -238,7 +245,7 @@ def _with_region(regions: Regions, seq: int, region: Region) -> Regions:
 
 
 def _send_region(terms: SourceTerms, seq: int, tag: int, span: Span) -> SendRegion:
-    return SendRegion(terms.key, terms.peer, terms.lane, seq, tag, span.first_token, span.tokens, span.pages)
+    return SendRegion(terms.key, terms.peer, terms.lane, seq, tag, span)
 
 
 def to_peer(terms: SourceTerms, body: HandoffBody) -> SendFrame:

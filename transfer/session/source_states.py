@@ -22,7 +22,7 @@ from baton.transfer.api import (
     PrefillResult,
     ShipRegion,
 )
-from baton.transfer.plan import Span
+from baton.transfer.plan import Segment, Span
 from baton.transfer.session.effects import (
     EngineEvent,
     RegionReady,
@@ -86,10 +86,10 @@ class SourceTerms:
     key: HandoffKey
     peer: Stamp
     lane: str
-    start: int
     total: int
+    segments: tuple[Segment, ...]
     sample: bool
-    region_pages: int
+    region_units: tuple[int, ...]  # by segment
     tag_base: int
     deadline_s: float
 

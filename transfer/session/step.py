@@ -45,6 +45,7 @@ class SessionRules:
 
     page_size: int
     resend_after_s: float
+    state_pieces: int = 1
 
 
 def impossible(state: object, event: object) -> ImpossibleTransition:

@@ -20,6 +20,7 @@ import numpy as np
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -37,6 +38,7 @@ from baton.common.messages import (
     pack_tokens,
 )
 from baton.transfer.api import AbortSink, AbortSource, FinishSource, OfferReceived, PrefillResult, ShipRegion
+from baton.transfer.plan import Span, segments_of
 from baton.transfer.session import sink, source
 from baton.transfer.session.effects import (
     EngineEvent,
@@ -79,10 +81,11 @@ OFFER = Offer(
     ttl_s=9.0,
     lane="zmq",
     credit=1,
-    region_pages=1,
+    region_units=(1,),
     tag_base=100,
 )
-PAGES = pack_tokens([1, 2])
+SEGMENTS = segments_of(KvLayout(RULES.page_size), 0, 2)
+SPANS = (Span(Component.FULL, 0, pack_tokens([1, 2])),)
 RESULT = PrefillResult(first_token=7, logprob=None, prefill_s=0.0, cached_tokens=0)
 
 StateT = TypeVar("StateT")
@@ -103,9 +106,9 @@ Cells = Mapping[tuple[str, str], frozenset[Outcome]]
 """(state, event) -> everything that can come of it."""
 
 
-def _chunk(seq: int, tag: int, *, first_token: int | None = None) -> Chunk:
-    at = seq if first_token is None else first_token
-    return Chunk(key=KEY, seq=seq, tag=tag, first_token=at, tokens=1, nbytes=8, digest=0)
+def _chunk(seq: int, tag: int, *, first_unit: int | None = None) -> Chunk:
+    at = seq if first_unit is None else first_unit
+    return Chunk(key=KEY, seq=seq, tag=tag, first_unit=at, units=1, nbytes=8, digest=0)
 
 
 def _done(total_tokens: int) -> Done:
@@ -119,13 +122,13 @@ SINK_ALPHABET: tuple[sink.SinkInput, ...] = (
     _chunk(1, 101),
     _chunk(0, 102),
     _chunk(1, 103),
-    _chunk(1, 101, first_token=0),
+    _chunk(1, 101, first_unit=0),
     _done(2),
     _done(3),
     Failed(key=KEY, failure=FAILURE),
     Cancelled(key=KEY),
     AbortSink(KEY, FAILURE),
-    SinkPrepared(KEY, "zmq", credit=2, region_pages=1),
+    SinkPrepared(KEY, "zmq", credit=2, region_units=(1,)),
     SinkNotPrepared(KEY, FAILURE, peer_lost=False),
     Landed(KEY, 0, 8, 0.0),
     Landed(KEY, 1, 8, 0.0),
@@ -172,7 +175,8 @@ def _first_sinks() -> list[sink.SinkState]:
         request_id=OFFER.request_id,
         tokens=OFFER.tokens,
         start=0,
-        pages=PAGES,
+        segments=SEGMENTS,
+        spans=SPANS,
         sample=True,
         sampling=OFFER.sampling,
         deadline_s=9.0,
@@ -190,7 +194,7 @@ def _first_sources() -> list[source.SourceState]:
         source.Closed(KEY, DECODE),
     ]
     for lane in ("zmq", "local"):
-        terms = source.SourceTerms(KEY, DECODE, lane, 0, 2, True, 1, OFFER.tag_base, 9.0)
+        terms = source.SourceTerms(KEY, DECODE, lane, 2, SEGMENTS, True, OFFER.region_units, OFFER.tag_base, 9.0)
         states.append(source.accept_offer(terms, OFFER.credit, received).state)
     return states
 

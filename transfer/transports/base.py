@@ -25,10 +25,12 @@ import numpy.typing as npt
 import zmq
 
 from baton.common.ids import Stamp
+from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
 
 Bytes = npt.NDArray[np.uint8]
-PageIds = npt.NDArray[np.int32]
+UnitIds = npt.NDArray[np.int32]
+"""Rows of a pool as what travels (`staging.unit_rows`): pages, or pieces of states."""
 WakeSource = int | zmq.Socket[bytes]
 """A descriptor or ZMQ socket that becomes readable when `poll` has something to report."""
 
@@ -133,9 +135,9 @@ class StagedTransport(Transport, Protocol):
 
 
 class PullTransport(Transport, Protocol):
-    """The receiver reads the source's pages itself, straight into its own. Done when it returns: nothing to cancel."""
+    """The receiver reads the source's units itself, straight into its own. Done when it returns: nothing to cancel."""
 
-    def pull(self, peer: Stamp, source_pages: PageIds, pages: PageIds) -> PullFailed | None:
-        """Copies `source_pages` of the peer's pool into `pages` of ours, one for one. After a failure the pages hold
-        anything."""
+    def pull(self, peer: Stamp, component: Component, source_units: UnitIds, units: UnitIds) -> PullFailed | None:
+        """Copies `source_units` of the peer's pool of `component` into `units` of ours, one for one. After a failure
+        the units hold anything."""
         ...

@@ -15,18 +15,20 @@ import ctypes
 import errno
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.common.ids import Stamp
+from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PageIds, PullFailed, TransportEvent
+from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, TransportEvent, UnitIds
 
 _IOV_MAX = 1024
-_PAGES_PER_CALL = _IOV_MAX - 1  # the last entry is the nonce
+_UNITS_PER_CALL = _IOV_MAX - 1  # the last entry is the nonce
 _NONCE_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -37,24 +39,35 @@ Iovecs = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
+class _Pool:
+    """Where one component's pool lies in its process: `units` blocks of `unit_bytes` bytes from `base` on."""
+
+    base: int
+    units: int
+    unit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Peer:
-    """Where a proven peer's pool lies in its address space."""
+    """A proven peer."""
 
     pid: int
-    base: int
-    num_pages: int
+    pools: Mapping[Component, _Pool]
     nonce_at: int
     nonce: bytes
 
 
 class LocalTransport:
-    """See PullTransport. `pool` is uint8 [num_pages, page_bytes], one block; it must outlive the transport."""
+    """See PullTransport. `pools` are uint8 [units, bytes of one], each one block; they must outlive the transport."""
 
     lane = "local"
 
-    def __init__(self, pool: Bytes) -> None:
-        assert pool.flags.c_contiguous
-        self._pool = pool
+    def __init__(self, pools: Mapping[Component, Bytes]) -> None:
+        assert all(pool.flags.c_contiguous for pool in pools.values())
+        self._memory = dict(pools)  # kept alive: from here on only its addresses count
+        self._pools = {
+            component: _Pool(pool.ctypes.data, len(pool), pool.shape[1]) for component, pool in pools.items()
+        }
         self._libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL while it copies
         self._libc.process_vm_readv.restype = ctypes.c_ssize_t
         self._libc.process_vm_readv.argtypes = [
@@ -68,18 +81,15 @@ class LocalTransport:
             self._libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
     def address(self) -> LaneAddress:
-        return LaneAddress(
-            lane=self.lane,
-            address={
-                "host": _host_id(),
-                "pid": os.getpid(),
-                "base": self._pool.ctypes.data,
-                "num_pages": len(self._pool),
-                "page_bytes": self._pool.shape[1],
-                "nonce_at": self._nonce.ctypes.data,
-                "nonce": self._nonce.tobytes().hex(),
-            },
-        )
+        address: dict[str, str | int] = {
+            "host": _host_id(),
+            "pid": os.getpid(),
+            "nonce_at": self._nonce.ctypes.data,
+            "nonce": self._nonce.tobytes().hex(),
+        }
+        for component, pool in self._pools.items():
+            address |= {f"{component}_{name}": value for name, value in asdict(pool).items()}
+        return LaneAddress(lane=self.lane, address=address)
 
     def open(self, peer: Stamp, address: LaneAddress) -> None:
         try:
@@ -91,19 +101,20 @@ class LocalTransport:
     def close_link(self, peer: Stamp) -> None:
         self._peers.pop(peer, None)
 
-    def pull(self, peer: Stamp, source_pages: PageIds, pages: PageIds) -> PullFailed | None:
+    def pull(self, peer: Stamp, component: Component, source_units: UnitIds, units: UnitIds) -> PullFailed | None:
         known = self._peers.get(peer)
         if known is None:
             return PullFailed("the link is not open", peer_lost=False)
-        if len(source_pages) != len(pages):
-            return PullFailed(f"{len(source_pages)} source pages for {len(pages)} of ours", peer_lost=False)
-        for ids, count in ((source_pages, known.num_pages), (pages, len(self._pool))):
-            if len(ids) and not (ids.min() > 0 and ids.max() < count):
-                return PullFailed("a page outside of the pool", peer_lost=False)
-        for at in range(0, len(pages), _PAGES_PER_CALL):
-            batch = slice(at, at + _PAGES_PER_CALL)
-            remote = self._iovecs(known.base, source_pages[batch], known.nonce_at)
-            local = self._iovecs(self._pool.ctypes.data, pages[batch], self._seen_nonce.ctypes.data)
+        if len(source_units) != len(units):
+            return PullFailed(f"{len(source_units)} source units for {len(units)} of ours", peer_lost=False)
+        theirs, ours = known.pools[component], self._pools[component]
+        for ids, pool in ((source_units, theirs), (units, ours)):
+            if len(ids) and not (ids.min() > 0 and ids.max() < pool.units):
+                return PullFailed("a unit outside of the pool", peer_lost=False)
+        for at in range(0, len(units), _UNITS_PER_CALL):
+            batch = slice(at, at + _UNITS_PER_CALL)
+            remote = _iovecs(theirs, source_units[batch], known.nonce_at)
+            local = _iovecs(ours, units[batch], self._seen_nonce.ctypes.data)
             failed = self._read(known, local, remote)
             if failed is not None:
                 del self._peers[peer]
@@ -127,34 +138,28 @@ class LocalTransport:
         """Reads the peer's nonce where it says it is. Returns why that cannot work, or "" and knows the peer."""
         if address["host"] != _host_id():
             return "another host, pid namespace or user"
-        if address["page_bytes"] != self._pool.shape[1]:
-            return f"its pages have {address['page_bytes']} bytes, ours {self._pool.shape[1]}"
+        pools = {
+            component: _Pool(*(int(address[f"{component}_{field.name}"]) for field in fields(_Pool)))
+            for component in self._pools
+        }
+        for component, ours in self._pools.items():
+            theirs = pools[component].unit_bytes
+            if theirs != ours.unit_bytes:
+                return f"a unit of its {component} has {theirs} bytes, of ours {ours.unit_bytes}"
         scope = _yama_scope()
         if scope > 1:
             return f"kernel.yama.ptrace_scope is {scope}"
         nonce = bytes.fromhex(str(address["nonce"]))
-        peer = _Peer(
-            int(address["pid"]), int(address["base"]), int(address["num_pages"]), int(address["nonce_at"]), nonce
-        )
+        peer = _Peer(int(address["pid"]), pools, int(address["nonce_at"]), nonce)
         if len(nonce) != _NONCE_BYTES:
             return "its nonce makes no sense"
-        none = np.empty(0, dtype=np.int32)
-        local = self._iovecs(0, none, self._seen_nonce.ctypes.data)
-        failed = self._read(peer, local, self._iovecs(0, none, peer.nonce_at))
+        nothing, none = _Pool(0, 0, 0), np.empty(0, dtype=np.int32)
+        local = _iovecs(nothing, none, self._seen_nonce.ctypes.data)
+        failed = self._read(peer, local, _iovecs(nothing, none, peer.nonce_at))
         if failed is not None:
             return failed.reason
         self._peers[stamp] = peer
         return ""
-
-    def _iovecs(self, base: int, pages: PageIds, nonce_at: int) -> Iovecs:
-        """One entry per stretch of consecutive pages, and one for the nonce."""
-        page_bytes = self._pool.shape[1]
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1)) if len(pages) else np.empty(0, np.int64)
-        vectors = np.empty((len(starts) + 1, 2), dtype=np.uint64)
-        vectors[:-1, 0] = base + pages[starts].astype(np.int64) * page_bytes
-        vectors[:-1, 1] = np.diff(np.append(starts, len(pages))) * page_bytes
-        vectors[-1] = nonce_at, _NONCE_BYTES
-        return vectors
 
     def _read(self, peer: _Peer, local: Iovecs, remote: Iovecs) -> PullFailed | None:
         """One call. None when every byte came, and from the process that was proven."""
@@ -171,6 +176,16 @@ class LocalTransport:
         if self._seen_nonce.tobytes() != peer.nonce:
             return PullFailed("another process sits at that pid", peer_lost=True)
         return None
+
+
+def _iovecs(pool: _Pool, units: UnitIds, nonce_at: int) -> Iovecs:
+    """One entry per stretch of consecutive units, and one for the nonce."""
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(units) != 1) + 1)) if len(units) else np.empty(0, np.int64)
+    vectors = np.empty((len(starts) + 1, 2), dtype=np.uint64)
+    vectors[:-1, 0] = pool.base + units[starts].astype(np.int64) * pool.unit_bytes
+    vectors[:-1, 1] = np.diff(np.append(starts, len(units))) * pool.unit_bytes
+    vectors[-1] = nonce_at, _NONCE_BYTES
+    return vectors
 
 
 def _host_id() -> str:
