@@ -21,10 +21,14 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 class CompiledRmsNorm(nn.Module):
     """`x / rms(x) * (shift + weight)`. Used by one thread at a time (the arguments are kept between calls)."""
 
-    def __init__(self, weight: torch.Tensor, eps: float, shift: float, round_first: bool, kernels: Kernels) -> None:
+    def __init__(self, norm: nn.Module, eps: float, shift: float, round_first: bool, kernels: Kernels) -> None:
+        """In place of `norm`, which goes on to serve what comes in another dtype than its weight's."""
         super().__init__()
+        weight = norm.weight
+        assert isinstance(weight, torch.Tensor)
+        self.weight = weight
+        self._plain = norm.forward
         self._weight = (weight.detach().float() + shift).contiguous()
-        self.weight = torch.empty(0, dtype=weight.dtype)  # some models ask for its dtype
         self._size = len(weight)
         self._norm = kernels.norm
         self._args = NormArgs(
@@ -36,6 +40,8 @@ class CompiledRmsNorm(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            return self._plain(x)  # type: ignore[no-any-return]
         x = x.contiguous()
         y = torch.empty_like(x)
         args = self._args
@@ -90,7 +96,7 @@ def _norm_replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | No
     with torch.inference_mode():
         expected = norm(probe)
         for shift, round_first in ((0.0, True), (1.0, False)):  # Llama's order of rounding, and Gemma's
-            candidate = CompiledRmsNorm(weight, eps, shift, round_first, kernels)
+            candidate = CompiledRmsNorm(norm, eps, shift, round_first, kernels)
             # One unit of the last bfloat16 place may differ; another formula differs by far more.
             tolerance = 1e-5 if weight.dtype == torch.float32 else 1e-2
             if torch.allclose(candidate(probe), expected, rtol=tolerance, atol=1e-6):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.engine.batch import Batch, BatchRow, PageTable, pack_batch
-from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
+from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows, take_rows
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams
 
@@ -104,6 +104,18 @@ def test_decode_rows_joined_with_chunks(lengths: list[int], more: list[int], lay
     given_copies = [part for part in (of_first, of_second) if part is not None]
     all_copies = np.concatenate(given_copies) if given_copies else None
     assert_same(joined, pack_batch(rows, page_size, all_copies))
+
+
+@given(lengths=lengths_of, queries=lengths_of, layout=layouts, data=st.data())
+def test_taken_rows_are_the_step_of_those_rows(
+    lengths: list[int], queries: list[int], layout: KvLayout, data: st.DataObject
+) -> None:
+    count = min(len(lengths), len(queries))
+    rows = rows_of(lengths[:count], queries[:count], layout)
+    copies = np.array([[0, 3]], dtype=np.int32) if layout.state else None
+    chosen = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True))
+    taken = take_rows(pack_batch(rows, layout.page_size, copies), np.array(chosen))
+    assert_same(taken, pack_batch([rows[index] for index in chosen], layout.page_size))
 
 
 def test_rows_of_different_models_are_not_packed_together() -> None:

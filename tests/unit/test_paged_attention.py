@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -101,6 +102,34 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(compiled: Compiled
         plan = make_plan(((stop - start, stop),), page_size, iter(range(1, 400)))
         part = compiled.attend(query[start:stop], key[start:stop], value[start:stop], pool, 0, plan, params)
         assert torch.equal(part, whole[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page_size", "window"), [(1, 7), (4, 64), (16, 7), (16, 100), (16, 600), (4, 1)])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_what_lies_in_dead_pages_changes_nothing(
+    compiled: CompiledPagedAttention, page_size: int, window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    """A row's pages before the window of its first query are gone, and page 0, which stands for them, is full of NaN;
+    so is what the live pages hold of tokens outside of every window."""
+    torch.manual_seed(1)
+    num_pages = 60 + sum(-(-kv // page_size) for _, kv in ROWS)
+    plan = make_plan(ROWS, page_size, shuffled_pages(num_pages))
+    clean = torch.randn(num_pages, 2, 2, 2, page_size, 64).to(dtype)
+    live, page_ids = plan.slots.clone()[:0], plan.page_ids.clone()
+    for (queries, kv_len), start in zip(ROWS, plan.page_offsets.tolist(), strict=False):
+        first = max(0, kv_len - queries - window + 1)
+        seen = torch.arange(first, kv_len)
+        live = torch.cat((live, plan.page_ids[start + seen // page_size] * page_size + seen % page_size))
+        page_ids[start : start + first // page_size] = 0
+    poisoned = torch.full_like(clean, float("nan"))
+    poisoned[live // page_size, :, :, :, live % page_size] = clean[live // page_size, :, :, :, live % page_size]
+    query, key, value = (torch.randn(plan.q_offsets[-1], heads, 64).to(dtype) for heads in (4, 2, 2))
+    params = AttentionParams(0.125, window, softcap)
+    dead = dataclasses.replace(plan, page_ids=page_ids)
+    for backend in (compiled, PLAIN):
+        expected = backend.attend(query, key, value, clean, 1, plan, params)
+        assert torch.equal(backend.attend(query, key, value, poisoned.clone(), 1, dead, params), expected), backend.name
 
 
 def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> None:

@@ -50,10 +50,28 @@ class MeanNorm(nn.Module):
         return self.weight * (x - x.mean(-1, keepdim=True))
 
 
-def test_anything_else_keeps_its_own_code(kernels: Kernels) -> None:
-    model = nn.Sequential(MeanNorm(), nn.LayerNorm(32), LlamaRMSNorm(40))  # 40 is not a multiple of 16
+class GatedNorm(LlamaRMSNorm):
+    """A norm, but of more than one tensor."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
+def test_a_residual_in_another_dtype_keeps_the_class_s_own_code(kernels: Kernels) -> None:
+    """Mamba-2 keeps its residual in float32 beside weights in bfloat16."""
+    model = nn.Sequential(LlamaRMSNorm(32)).to(torch.bfloat16)
+    x = torch.randn(3, 32)
+    expected = model(x)
     replace_pointwise(model, kernels)
-    assert [type(layer) for layer in model] == [MeanNorm, nn.LayerNorm, LlamaRMSNorm]
+    assert isinstance(model[0], CompiledRmsNorm)
+    assert torch.equal(model(x), expected)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_anything_else_keeps_its_own_code(kernels: Kernels) -> None:
+    model = nn.Sequential(MeanNorm(), nn.LayerNorm(32), GatedNorm(32), LlamaRMSNorm(40))  # 40 is not a multiple of 16
+    replace_pointwise(model, kernels)
+    assert [type(layer) for layer in model] == [MeanNorm, nn.LayerNorm, GatedNorm, LlamaRMSNorm]
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 5000, 40_001])
