@@ -57,7 +57,7 @@ def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding]) -> PageOwner
             readers.append(holding.owner_id)
         else:
             owner, owner_id = holding.owner_class, holding.owner_id
-    if owner == "nobody" and any((pages == page).any() for pages in pool.prefix.cached_pages()):
+    if owner == "nobody" and any((pages.full == page).any() for pages in pool.prefix.cached_pages()):
         owner = "cached"
     since_s = history[-1].at_s if history else None
     return PageOwner(page, owner, owner_id, tuple(readers), since_s, history)
@@ -74,7 +74,7 @@ class InvariantChecker:
             _check_record(pool, holding)
         _check_rows(pool, held)
         evictable, locked = pool.prefix.cached_pages()
-        _check_pages(pool, held, np.concatenate((evictable, locked)))
+        _check_pages(pool, held, np.concatenate((evictable.full, locked.full)))
         try:
             pool.allocator.check()
             pool.prefix.check([h.record.prefix_lock for h in held if h.record.prefix_lock is not None])
@@ -103,9 +103,10 @@ def _check_record(pool: KvPool, holding: Holding) -> None:
         )
     if lease is not None:
         entries = pool.pages_for_row(record, protected)
-        if not np.array_equal(entries, pool.prefix.pages(lease)):
+        leased_pages = pool.prefix.pages(lease).full
+        if not np.array_equal(entries, leased_pages):
             raise InvariantViolation(
-                f"C3: {_name(holding)} reads pages {entries.tolist()}, the tree has {pool.prefix.pages(lease).tolist()}"
+                f"C3: {_name(holding)} reads pages {entries.tolist()}, the tree has {leased_pages.tolist()}"
                 + _row_history(pool, record.req_pool_idx)
             )
 

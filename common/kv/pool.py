@@ -17,16 +17,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 import numpy as np
 
 from baton.common.kv.allocator import PageAllocator
 from baton.common.kv.census import Census, Holding, take_census
 from baton.common.kv.errors import OwnershipError
-from baton.common.kv.prefix.chunk import ChunkCache
-from baton.common.kv.prefix.interface import I32, PrefixCache, PrefixStats, Span
-from baton.common.kv.prefix.radix import RadixCache
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.prefix.configurations import PrefixCacheName, make_prefix_cache
+from baton.common.kv.prefix.interface import I32, GroupPages, PrefixCache, PrefixStats, Span
 from baton.common.kv.record import KvHolder, ReqKvInfo, take_kv
 from baton.common.kv.release import free_leftovers
 from baton.common.kv.rows import RowTable
@@ -92,7 +91,7 @@ class KvStats:
     @property
     def owned_pages(self) -> int:
         """By records: requests and hand-offs."""
-        return self.total_pages - self.free_pages - self.prefix.evictable_pages - self.prefix.locked_pages
+        return self.total_pages - self.free_pages - self.prefix.evictable.full - self.prefix.locked.full
 
 
 _EXTENDED_IN_PLACE = Extended(0)
@@ -108,14 +107,14 @@ class KvPool:
         page_size: int,
         max_rows: int,
         max_context_len: int,
-        prefix_cache: Literal["radix", "chunk"] = "radix",
+        prefix_cache: PrefixCacheName = "radix",
         transitions: TransitionLog | None = None,
     ) -> None:
         self.page_size = page_size
         self.max_context_len = max_context_len
         self.allocator = PageAllocator(num_pages)
         self.rows = RowTable(max_rows, pages_for_tokens(max_context_len, page_size))
-        self.prefix: PrefixCache = RadixCache(page_size) if prefix_cache == "radix" else ChunkCache()
+        self.prefix: PrefixCache = make_prefix_cache(prefix_cache, KvLayout(page_size))
         self.transitions = transitions
 
     # ------------------------------------------------------------------------------------------ reading
@@ -130,12 +129,12 @@ class KvPool:
 
     @property
     def evictable_pages(self) -> int:
-        return self.prefix.evictable_pages
+        return self.prefix.evictable.full
 
     @property
     def available_pages(self) -> int:
         """Free now, or after evicting everything evictable."""
-        return self.allocator.free_pages + self.prefix.evictable_pages
+        return self.allocator.free_pages + self.prefix.evictable.full
 
     def match_len(self, tokens: TokenIds) -> int:
         """Length of the cached prefix; page-aligned. Pure, and true only until the next allocation."""
@@ -145,7 +144,7 @@ class KvPool:
         """What `pre_alloc` without a record would take. Pure."""
         match = self.prefix.match_prefix(self._capped(tokens, min(max_prefix, fill_len)))
         new_pages = pages_for_tokens(fill_len, self.page_size) - whole_pages(match.length, self.page_size)
-        return Demand(match.length, new_pages, self.prefix.evictable_pages_in(match))
+        return Demand(match.length, new_pages, self.prefix.evictable_in(match).full)
 
     def pages_of(self, record: ReqKvInfo, start_token: int, end_token: int) -> I32:
         """A copy of the page ids of [start_token, end_token); start is page-aligned. May cross threads."""
@@ -176,8 +175,8 @@ class KvPool:
             page_size=self.page_size,
             total=self.total_pages,
             free=self.free_pages,
-            evictable=self.prefix.evictable_pages,
-            locked=self.prefix.locked_pages,
+            evictable=self.prefix.evictable.full,
+            locked=self.prefix.locked.full,
         )
 
     # --------------------------------------------------------------- allocation: the only writers of lengths
@@ -272,17 +271,18 @@ class KvPool:
             raise OwnershipError(f"cannot insert {kv_len_to_handle} of {len(tokens)} tokens for {record!r}")
         row, first = record.req_pool_idx, whole_pages(start, self.page_size)
         entries = self.rows.view(row, 0, pages_for_tokens(kv_len_to_handle, self.page_size)).copy()
-        kept = self.prefix.insert(record.prefix_lock, _as_array(tokens)[:kv_len_to_handle], entries[first:])
+        given = GroupPages(full=entries[first:])
+        kept = self.prefix.insert(record.prefix_lock, _as_array(tokens)[:kv_len_to_handle], given)
         record.prefix_lock = kept.lease
         if kept.lease is None or kept.lease.length == start:
             return
         record.cache_protected_len = kept.lease.length
-        self.rows.write(row, first, kept.pages)
-        freed = free_leftovers(self.allocator, entries, [kept.duplicate], self.page_size)
+        self.rows.write(row, first, kept.pages.full)
+        known = Span(start, start + len(kept.duplicate.full) * self.page_size)
+        freed = free_leftovers(self.allocator, entries, [known], self.page_size)
         if self.transitions is not None:
             self.transitions.record("duplicate -> free", freed, row)
-            locked = slice(whole_pages(kept.locked.start, self.page_size), whole_pages(kept.locked.end, self.page_size))
-            self.transitions.record("row -> cached", entries[locked], row)
+            self.transitions.record("row -> cached", kept.taken.full, row)
 
     def release_kv_cache(
         self, holder: KvHolder, tokens: TokenIds, is_insert: bool = True, *, effective_len: int | None = None
@@ -312,7 +312,7 @@ class KvPool:
 
     def evict(self, n: int) -> int:
         """Frees at most `n` cached pages, least recently used first. Returns how many."""
-        pages = self.prefix.evict(n)
+        pages = self.prefix.evict(Component.FULL, n).full
         self.allocator.free(pages)
         if self.transitions is not None:
             self.transitions.record("cached -> free", pages, None)
@@ -320,7 +320,7 @@ class KvPool:
 
     def clear_cache(self) -> int:
         """Frees every cached page that nobody reads. Returns how many."""
-        return self.evict(self.prefix.evictable_pages)
+        return self.evict(self.prefix.evictable.full)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -350,7 +350,7 @@ class KvPool:
                 return pages
             undo.callback(self.allocator.free, pages)
             if lease is not None:
-                self.rows.write(row, 0, self.prefix.pages(lease))
+                self.rows.write(row, 0, self.prefix.pages(lease).full)
             self.rows.write(row, prefix_pages, pages)
             if self.transitions is not None:
                 self.transitions.record("free -> row", pages, row)
@@ -396,8 +396,8 @@ class KvPool:
         """Evicts exactly the shortfall, and only when that is enough."""
         short = count - self.allocator.free_pages
         if short > 0:
-            if short > self.prefix.evictable_pages:
-                return Refused(RefusalReason.NO_PAGES, short - self.prefix.evictable_pages)
+            if short > self.prefix.evictable.full:
+                return Refused(RefusalReason.NO_PAGES, short - self.prefix.evictable.full)
             self.evict(short)
         pages = self.allocator.allocate(count)
         assert pages is not None, f"{count} pages are missing right after they were made free"

@@ -1,27 +1,40 @@
-"""RadixCache against a dict: every aligned prefix that is cached -> the page that holds its last page of tokens.
+"""UnifiedRadixCache against a dict: every aligned prefix -> what is cached of its last page of tokens, per component.
 
-The dict is the specification: a match is the longest chain of known prefixes, an insertion keeps what is not known
-yet, an eviction takes the pages used longest ago and never one that has a live page behind it or a lease on it.
+The dict is the specification. A match is the longest prefix from which every component can go on; an insertion keeps
+what is not known yet, up to the longest such prefix; an eviction takes what was used longest ago and never what a lease
+protects. All combinations of components, page sizes 1, 4 and 16, windows that are and are not whole pages.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.common.kv.errors import InvariantViolation, OwnershipError
-from baton.common.kv.prefix.chunk import ChunkCache
-from baton.common.kv.prefix.interface import I32, PrefixLease, PrefixMatch
-from baton.common.kv.prefix.radix import RadixCache
+from baton.common.kv.errors import OwnershipError
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.prefix.interface import I32, GroupCounts, GroupPages, PrefixLease, PrefixMatch
+from baton.common.kv.prefix.tree import UnifiedRadixCache
 
 Prefix = tuple[int, ...]
 
 # Pages of tokens differ in their last token only, so that comparing has to look all the way; a tail fills no page.
 page_symbols = st.lists(st.integers(0, 2), max_size=7)
-tails = st.integers(0, 15)
+tails = st.integers(0, 15) | st.just(0)
+
+
+@dataclass
+class Cell:
+    """What is cached at one aligned prefix: its last page, and the state after it. 0: nothing. `used`: when."""
+
+    held: dict[Component, int] = field(default_factory=lambda: dict.fromkeys(Component, 0))
+    used: dict[Component, int] = field(default_factory=lambda: dict.fromkeys(Component, 0))
 
 
 @dataclass
@@ -34,63 +47,108 @@ class Held:
 class Remembered:
     prefix: Prefix
     match: PrefixMatch
-    evicted_since: bool = False  # a page of it
     eviction_since: bool = False  # of anything: a refusal may be over-cautious, but only then
 
 
 class TreeMachine(RuleBasedStateMachine):
     page_size = 4
+    components: tuple[Component, ...] = tuple(Component)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = RadixCache(self.page_size)
-        self.page_of: dict[Prefix, int] = {}
-        self.last_use: dict[Prefix, int] = {}
+    @initialize(window=st.integers(0, 3))
+    def start(self, window: int) -> None:
+        sizes = [2, self.page_size, self.page_size + 2, 3 * self.page_size + 1]
+        self.layout = KvLayout(
+            self.page_size,
+            full=Component.FULL in self.components,
+            window=max(2, sizes[window]) if Component.SWA in self.components else 0,
+            state=Component.STATE in self.components,
+        )
+        self.cache = UnifiedRadixCache(self.layout)
+        self.cells: dict[Prefix, Cell] = {}
         self.held: list[Held] = []
         self.remembered: list[Remembered] = []
-        self.next_page = 1
+        self.next_id = 1
         self.uses = 0
 
     # ------------------------------------------------------------------------------------ the model
 
-    def tokens(self, symbols: list[int], tail: int) -> I32:
+    def tokens(self, symbols: Iterable[int], tail: int) -> I32:
         pages = [[7] * (self.page_size - 1) + [symbol] for symbol in symbols]
         return np.array([token for page in pages for token in page] + [9] * (tail % self.page_size), dtype=np.int32)
 
-    def known(self, symbols: Prefix) -> Prefix:
-        length = 0
-        while length < len(symbols) and symbols[: length + 1] in self.page_of:
-            length += 1
-        return symbols[:length]
+    def fresh(self, count: int) -> list[int]:
+        self.next_id += count
+        return list(range(self.next_id - count, self.next_id))
 
-    def pages_to(self, prefix: Prefix) -> list[int]:
-        return [self.page_of[prefix[:n]] for n in range(1, len(prefix) + 1)]
+    def at(self, prefix: Prefix, component: Component) -> int:
+        return self.cells[prefix].held[component] if prefix in self.cells else 0
 
-    def locked(self) -> set[Prefix]:
-        return {held.prefix[:n] for held in self.held for n in range(1, len(held.prefix) + 1)}
+    def needs(self, prefix: Prefix) -> dict[Component, list[Prefix]]:
+        """Of each component the prefixes whose last page, or state, computing on from `prefix` needs."""
+        live_from = self.layout.live_from(len(prefix) * self.page_size) // self.page_size
+        every = [prefix[:n] for n in range(1, len(prefix) + 1)]
+        needed = {Component.FULL: every, Component.SWA: every[live_from:], Component.STATE: every[-1:]}
+        return {component: needed[component] for component in self.components}
 
-    def forget(self, pages: list[int]) -> None:
-        gone = {prefix for prefix, page in self.page_of.items() if page in pages}
-        assert len(gone) == len(pages) == len(set(pages)), "evicted pages that were not cached, or one twice"
-        assert not gone & self.locked(), "evicted under a lease"
-        for prefix in gone:
-            del self.page_of[prefix]
-        assert all(prefix[:-1] in self.page_of or len(prefix) == 1 for prefix in self.page_of), "not a leaf"
-        left = [self.last_use[prefix] for prefix in set(self.page_of) - self.locked()]
-        assert not left or not gone or max(self.last_use[p] for p in gone) <= min(left), "not the least recently used"
+    def usable(self, prefix: Prefix) -> bool:
+        return all(self.at(part, component) for component, parts in self.needs(prefix).items() for part in parts)
+
+    def longest_usable(self, symbols: Prefix) -> Prefix:
+        return next(symbols[:n] for n in range(len(symbols), -1, -1) if self.usable(symbols[:n]))
+
+    def locked(self, component: Component) -> set[Prefix]:
+        return {part for held in self.held for part in self.needs(held.prefix).get(component, [])}
+
+    def unlocked(self, component: Component) -> set[Prefix]:
+        return {prefix for prefix in self.cells if self.at(prefix, component)} - self.locked(component)
+
+    def counts(self, of: dict[Component, int]) -> GroupCounts:
+        return GroupCounts(*(of.get(component, 0) for component in Component))
+
+    def protected(self, prefix: Prefix, start: int) -> dict[Component, list[int]]:
+        """The pages that a lease on `prefix` gives, from page `start` on."""
+        needed = self.needs(prefix)
+        pages = {
+            component: [self.at(prefix[:n], component) if prefix[:n] in needed[component] else 0 for n in numbers]
+            for component in self.layout.paged
+            for numbers in [range(start + 1, len(prefix) + 1)]
+        }
+        return pages | {Component.STATE: [self.at(part, Component.STATE) for part in needed.get(Component.STATE, [])]}
+
+    def forget(self, evicted: Component, gone: GroupPages) -> None:
+        lost = {component: self.owners(component, gone.of(component).tolist()) for component in Component}
+        for component, prefixes in lost.items():
+            assert not prefixes & self.locked(component), "evicted under a lease"
+            if component is not evicted:  # with a FULL page goes all that is cached at it, else nothing does
+                goes_too = lost[evicted] if evicted is Component.FULL else set()
+                assert prefixes == {prefix for prefix in goes_too if self.at(prefix, component)}
+        uses = [self.cells[prefix].used[evicted] for prefix in lost[evicted]]
+        left = [self.cells[prefix].used[evicted] for prefix in self.unlocked(evicted) - lost[evicted]]
+        assert not left or not uses or max(uses) <= min(left), "not the least recently used"
+        for component, prefixes in lost.items():
+            for prefix in prefixes:
+                self.cells[prefix].held[component] = 0
+        if Component.FULL in self.components:
+            kept = {prefix for prefix in self.cells if self.at(prefix, Component.FULL)}
+            assert all(prefix[:-1] in kept for prefix in kept if len(prefix) > 1), "not a leaf"
         for memory in self.remembered:
-            memory.eviction_since |= bool(gone)
-            memory.evicted_since |= any(memory.prefix[: len(prefix)] == prefix for prefix in gone)
+            memory.eviction_since |= any(lost.values())
+
+    def owners(self, component: Component, ids: list[int]) -> set[Prefix]:
+        found = {prefix for prefix in self.cells if self.at(prefix, component) in ids}
+        assert len(found) == len(ids) == len(set(ids)), "evicted what was not cached, or something twice"
+        return found
 
     # ------------------------------------------------------------------------------------ the rules
 
     @rule(symbols=page_symbols, tail=tails)
     def match(self, symbols: list[int], tail: int) -> None:
         match = self.cache.match_prefix(self.tokens(symbols, tail))
-        known = self.known(tuple(symbols))
+        known = self.longest_usable(tuple(symbols))
         assert match.length == len(known) * self.page_size
-        pinned = {known[:n] for n in range(1, len(known) + 1)} - self.locked()
-        assert self.cache.evictable_pages_in(match) == len(pinned)
+        needed = self.needs(known)
+        pinned = {component: len(set(needed[component]) - self.locked(component)) for component in needed}
+        assert self.cache.evictable_in(match) == self.counts(pinned)
         if known:
             self.remembered.append(Remembered(known, match))
 
@@ -102,7 +160,7 @@ class TreeMachine(RuleBasedStateMachine):
         if lease is None:
             assert memory.eviction_since
             return
-        assert not memory.evicted_since
+        assert self.usable(memory.prefix)
         assert lease.length == len(memory.prefix) * self.page_size
         self.held.append(Held(memory.prefix, lease))
 
@@ -112,126 +170,155 @@ class TreeMachine(RuleBasedStateMachine):
         held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.cache.unlock(held.lease)
         self.uses += 1
-        for n in range(1, len(held.prefix) + 1):
-            self.last_use[held.prefix[:n]] = self.uses
+        for component, parts in self.needs(held.prefix).items():
+            for part in parts:
+                self.cells[part].used[component] = self.uses
         with pytest.raises(OwnershipError):
             self.cache.unlock(held.lease)
 
-    @rule(symbols=page_symbols, tail=tails, data=st.data())
-    def insert(self, symbols: list[int], tail: int, data: st.DataObject) -> None:
+    @rule(symbols=page_symbols, tail=tails, dead=st.integers(0, 7), slot=st.booleans(), data=st.data())
+    def insert(self, symbols: list[int], tail: int, dead: int, slot: bool, data: st.DataObject) -> None:
         old = data.draw(st.sampled_from([None, *range(len(self.held))]))
         held = None if old is None else self.held.pop(old)
         start = () if held is None else held.prefix
         whole = start + tuple(symbols)
-        tokens = self.tokens(list(whole), tail)
-        given_pages = list(range(self.next_page, self.next_page + len(symbols) + (tail % self.page_size > 0)))
-        self.next_page += len(given_pages)
-        kept = self.cache.insert(None if held is None else held.lease, tokens, np.array(given_pages, dtype=np.int32))
-
-        assert kept.duplicate.start == len(start) * self.page_size
-        assert kept.duplicate.end == kept.locked.start
-        assert kept.locked.end == kept.tail.start == len(whole) * self.page_size
-        assert kept.tail.end == len(tokens)
-        known = max(self.known(whole), start, key=len)
-        assert kept.locked.start == len(known) * self.page_size
-        for n in range(len(known) + 1, len(whole) + 1):
-            self.page_of[whole[:n]] = given_pages[n - len(start) - 1]
-        assert kept.pages.tolist() == self.pages_to(whole)[len(start) :]
-        if not whole:
-            assert kept.lease is None
-            return
-        assert kept.lease is not None
-        assert kept.lease.length == len(whole) * self.page_size
-        self.held.append(Held(whole, kept.lease))
+        tokens = self.tokens(whole, tail)
+        given = self.offer(len(symbols) + (tail % self.page_size > 0), dead, slot)
+        arrays = GroupPages(*(np.array(given[component], dtype=np.int32) for component in Component))
+        exact = len(tokens) == len(whole) * self.page_size
+        end, taken, duplicate, tail_ids = self.expect(start, whole, given, exact)
+        kept = self.cache.insert(None if held is None else held.lease, tokens, arrays)
+        for found, expected in ((kept.taken, taken), (kept.duplicate, duplicate), (kept.tail, tail_ids)):
+            for component in Component:
+                assert sorted(found.of(component).tolist()) == expected[component]
         if held is not None:
             with pytest.raises(OwnershipError):
                 self.cache.unlock(held.lease)  # it was consumed
+        if not end:
+            assert kept.lease is None
+            return
+        assert kept.lease is not None
+        assert kept.lease.length == len(end) * self.page_size
+        self.uses += 1
+        for component, parts in self.needs(start).items():
+            for part in parts if held is not None and component is not Component.FULL else []:
+                self.cells[part].used[component] = self.uses
+        for n in range(len(start) + 1, len(end) + 1):
+            self.cells[end[:n]].used[Component.SWA] = self.uses
+        self.held.append(Held(end, kept.lease))
+        for component, ids in self.protected(end, len(start)).items():
+            assert kept.pages.of(component).tolist() == ids
 
-    @rule(count=st.integers(0, 12))
-    def evict(self, count: int) -> None:
-        expected = min(count, len(set(self.page_of) - self.locked()))
-        gone = self.cache.evict(count).tolist()
-        assert len(gone) == expected
-        self.forget(gone)
+    def offer(self, pages: int, dead: int, slot: bool) -> dict[Component, list[int]]:
+        given: dict[Component, list[int]] = {component: [] for component in Component}
+        if self.layout.full:
+            given[Component.FULL] = self.fresh(pages)
+        if self.layout.window:
+            given[Component.SWA] = [0] * min(dead, pages) + self.fresh(max(0, pages - dead))
+        if self.layout.state and slot:
+            given[Component.STATE] = self.fresh(1)
+        return given
+
+    def expect(
+        self, start: Prefix, whole: Prefix, given: dict[Component, list[int]], exact: bool
+    ) -> tuple[Prefix, dict[Component, list[int]], dict[Component, list[int]], dict[Component, list[int]]]:
+        """Where the new lease ends, and what becomes of each id that is given; puts the taken ones into the cells."""
+        before = {whole[:n]: dict(self.cells[whole[:n]].held) for n in range(len(whole) + 1) if whole[:n] in self.cells}
+        merged: dict[Component, dict[Prefix, int]] = {component: {} for component in Component}
+        for component in self.layout.paged:
+            numbers = range(len(start) + 1, len(whole) + 1)
+            merged[component] = {whole[:n]: one for n, one in zip(numbers, given[component], strict=False)}
+        if given[Component.STATE] and exact:
+            merged[Component.STATE] = {whole: given[Component.STATE][0]}
+
+        def usable(prefix: Prefix) -> bool:
+            return prefix == start or all(
+                self.at(part, component) or merged[component].get(part, 0)
+                for component, parts in self.needs(prefix).items()
+                for part in parts
+            )
+
+        end = next(whole[:n] for n in range(len(whole), len(start) - 1, -1) if usable(whole[:n]))
+        taken: dict[Component, list[int]] = {component: [] for component in Component}
+        duplicate: dict[Component, list[int]] = {component: [] for component in Component}
+        for component, ids in merged.items():
+            for prefix, one in ids.items():
+                if one and prefix and len(prefix) <= len(end):
+                    known = before.get(prefix, {}).get(component, 0)
+                    (duplicate if known else taken)[component].append(one)
+                    if not known:
+                        self.cells.setdefault(prefix, Cell()).held[component] = one
+        for n in range(len(start) + 1, len(end) + 1):
+            self.cells.setdefault(end[:n], Cell())
+        used = {component: {*taken[component], *duplicate[component], 0} for component in Component}
+        tail = {component: [one for one in given[component] if one not in used[component]] for component in Component}
+        return end, taken, duplicate, tail
+
+    @rule(component=st.sampled_from(Component), count=st.integers(0, 12))
+    def evict(self, component: Component, count: int) -> None:
+        expected = min(count, len(self.unlocked(component)))
+        gone = self.cache.evict(component, count)
+        assert len(gone.of(component)) == expected
+        self.forget(component, gone)
 
     @rule()
     def clear(self) -> None:
-        self.forget(self.cache.clear().tolist())
-        assert set(self.page_of) == self.locked()
+        expected = {component: {self.at(p, component) for p in self.unlocked(component)} for component in Component}
+        gone = self.cache.clear()
+        for component, ids in expected.items():
+            assert len(gone.of(component)) == len(ids)
+            assert set(gone.of(component).tolist()) == ids
+            for prefix in self.owners(component, gone.of(component).tolist()):
+                self.cells[prefix].held[component] = 0
+        for memory in self.remembered:
+            memory.eviction_since = True
 
     @invariant()
     def tree_says_what_the_dict_says(self) -> None:
         self.cache.check([held.lease for held in self.held])
         evictable, locked = self.cache.cached_pages()
-        expected = {self.page_of[prefix] for prefix in self.locked()}
-        assert sorted(locked.tolist()) == sorted(expected)
-        assert sorted(evictable.tolist()) == sorted(set(self.page_of.values()) - expected)
-        assert (self.cache.evictable_pages, self.cache.locked_pages) == (len(evictable), len(locked))
+        for component in Component:
+            for found, prefixes in ((evictable, self.unlocked(component)), (locked, self.locked(component))):
+                expected = sorted(self.at(prefix, component) for prefix in prefixes)
+                assert sorted(found.of(component).tolist()) == expected
+        assert (self.cache.evictable, self.cache.locked) == (evictable.counts, locked.counts)
         for held in self.held:
-            assert self.cache.pages(held.lease).tolist() == self.pages_to(held.prefix)
+            pages = self.cache.pages(held.lease)
+            for component, ids in self.protected(held.prefix, 0).items():
+                assert pages.of(component).tolist() == ids
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for held in self.held:
+            self.cache.unlock(held.lease)
+        self.held = []
+        self.clear()
+        stats = self.cache.stats()
+        assert (stats.nodes, stats.leases, stats.evictable, stats.locked) == (0, 0, GroupCounts(), GroupCounts())
 
 
-class TreeMachinePage1(TreeMachine):
-    page_size = 1
+COMBINATIONS = {
+    "Full": (Component.FULL,),
+    "Swa": (Component.SWA,),
+    "State": (Component.STATE,),
+    "FullSwa": (Component.FULL, Component.SWA),
+    "FullState": (Component.FULL, Component.STATE),
+    "SwaState": (Component.SWA, Component.STATE),
+    "FullSwaState": (Component.FULL, Component.SWA, Component.STATE),
+}
 
-
-class TreeMachinePage16(TreeMachine):
-    page_size = 16
-
-
-TestTreePage1 = TreeMachinePage1.TestCase
-TestTreePage4 = TreeMachine.TestCase
-TestTreePage16 = TreeMachinePage16.TestCase
-TestTreePage1.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestTreePage4.settings = TestTreePage16.settings = TestTreePage1.settings
-
-
-def ints(*values: int) -> I32:
-    return np.array(values, dtype=np.int32)
-
-
-def test_a_split_keeps_the_locks_of_both_halves() -> None:
-    cache = RadixCache(1)
-    long = cache.insert(None, ints(1, 2, 3, 4), ints(11, 12, 13, 14)).lease
-    short = cache.lock(cache.match_prefix(ints(1, 2, 9)))
-    assert long is not None
-    assert short is not None
-    assert cache.pages(long).tolist() == [11, 12, 13, 14]
-    assert cache.pages(short).tolist() == [11, 12]
-    cache.unlock(long)
-    assert cache.evictable_pages == 2
-    assert sorted(cache.clear().tolist()) == [13, 14]
-    assert cache.pages(short).tolist() == [11, 12]
-
-
-def test_a_lease_is_of_one_cache() -> None:
-    ours, other = RadixCache(1), RadixCache(1)
-    lease = ours.insert(None, ints(1), ints(5)).lease
-    assert lease is not None
-    with pytest.raises(InvariantViolation):
-        other.check([lease])
-    with pytest.raises(InvariantViolation):
-        ours.check([])
-    with pytest.raises(OwnershipError):
-        ChunkCache().unlock(lease)
-    with pytest.raises(InvariantViolation):
-        ChunkCache().check([lease])
-
-
-def test_fewer_pages_than_tokens_are_refused() -> None:
-    with pytest.raises(OwnershipError):
-        RadixCache(2).insert(None, ints(1, 2, 3, 4), ints(5))
-
-
-def test_stale_queue_entries_do_not_pile_up() -> None:
-    """A prefix that is locked and unlocked for ever must not make the eviction queue grow for ever."""
-    cache = RadixCache(1)
-    lease = cache.insert(None, ints(1, 2), ints(5, 6)).lease
-    assert lease is not None
-    cache.unlock(lease)
-    for _ in range(1000):
-        again = cache.lock(cache.match_prefix(ints(1, 2)))
-        assert again is not None
-        cache.unlock(again)
-    assert cache.stats().eviction_queue < 100
-    assert sorted(cache.evict(5).tolist()) == [5, 6]
+for _name, _components in COMBINATIONS.items():
+    for _page_size in (1, 4, 16):
+        _machine = type(
+            f"{_name}Page{_page_size}Machine",
+            (TreeMachine,),
+            {"page_size": _page_size, "components": _components},
+        )
+        _case = operator.attrgetter("TestCase")(_machine)
+        _case.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+        globals()[f"Test{_name}Page{_page_size}"] = _case
+        _many = type(f"{_name}Page{_page_size}ManyMachine", (_machine,), {})
+        _case = pytest.mark.slow(operator.attrgetter("TestCase")(_many))
+        _case.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+        globals()[f"TestMany{_name}Page{_page_size}"] = _case

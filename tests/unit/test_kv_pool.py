@@ -80,7 +80,7 @@ class Budget:
 def snapshot(pool: KvPool, holder: Holder) -> tuple[object, ...]:
     """What an undone operation must leave as it was. Pages may have been evicted: that is not undone."""
     prefix = pool.prefix.stats()
-    return pool.available_pages, pool.rows.free_rows, prefix.leases, prefix.locked_pages, repr(holder.kv)
+    return pool.available_pages, pool.rows.free_rows, prefix.leases, prefix.locked.full, repr(holder.kv)
 
 
 Operation = Callable[[KvPool, Holder], object]
@@ -243,7 +243,7 @@ def test_decode_radix_abort() -> None:
         assert isinstance(pool.pre_alloc(holder, seq(20), 20, 19), PreAllocated)
     pool.release_kv_cache(first, seq(20), is_insert=False)
     check(pool, first, second)
-    assert pool.prefix.locked_pages == 2
+    assert pool.prefix.locked.full == 2
     pool.release_kv_cache(second, seq(20), is_insert=False)
     check(pool)
     assert pool.census([]).idle

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from baton.common.kv.errors import InvariantViolation, OwnershipError
-from baton.common.kv.prefix.interface import I32, Inserted, PrefixLease, PrefixMatch, PrefixStats, Span
+from baton.common.kv.layout import Component
+from baton.common.kv.prefix.interface import (
+    I32,
+    GroupCounts,
+    GroupPages,
+    Inserted,
+    PrefixLease,
+    PrefixMatch,
+    PrefixStats,
+)
+from baton.common.kv.prefix.node import live_ids
 
-_NO_PAGES: I32 = np.empty(0, dtype=np.int32)
-_NO_PAGES.flags.writeable = False
+_NONE = GroupCounts()
+_NO_PAGES = GroupPages()
 
 
 class ChunkCache:
     """No state at all."""
 
-    evictable_pages = 0
-    locked_pages = 0
+    evictable = _NONE
+    locked = _NONE
 
     def match_prefix(self, tokens: I32) -> PrefixMatch:
         return PrefixMatch(length=0)
 
-    def evictable_pages_in(self, match: PrefixMatch) -> int:
-        return 0
+    def evictable_in(self, match: PrefixMatch) -> GroupCounts:
+        return _NONE
 
     def lock(self, match: PrefixMatch) -> PrefixLease | None:
         return None
@@ -31,20 +39,20 @@ class ChunkCache:
     def unlock(self, lease: PrefixLease) -> None:
         raise OwnershipError("a ChunkCache gives out no leases, so none can end here")
 
-    def pages(self, lease: PrefixLease) -> I32:
+    def pages(self, lease: PrefixLease) -> GroupPages:
         raise OwnershipError("a ChunkCache gives out no leases")
 
-    def insert(self, lease: PrefixLease | None, tokens: I32, pages: I32) -> Inserted:
-        nothing = Span(0, 0)
-        return Inserted(lease=lease, duplicate=nothing, locked=nothing, tail=Span(0, len(tokens)), pages=_NO_PAGES)
+    def insert(self, lease: PrefixLease | None, tokens: I32, given: GroupPages) -> Inserted:
+        tail = GroupPages(given.full, live_ids(given.swa), given.state)
+        return Inserted(lease=lease, taken=_NO_PAGES, duplicate=_NO_PAGES, tail=tail, pages=_NO_PAGES)
 
-    def evict(self, pages: int) -> I32:
+    def evict(self, component: Component, count: int) -> GroupPages:
         return _NO_PAGES
 
-    def clear(self) -> I32:
+    def clear(self) -> GroupPages:
         return _NO_PAGES
 
-    def cached_pages(self) -> tuple[I32, I32]:
+    def cached_pages(self) -> tuple[GroupPages, GroupPages]:
         return _NO_PAGES, _NO_PAGES
 
     def check(self, leases: Iterable[PrefixLease]) -> None:
@@ -53,6 +61,4 @@ class ChunkCache:
             raise InvariantViolation(f"{held} records hold leases that a ChunkCache never gave out")
 
     def stats(self) -> PrefixStats:
-        return PrefixStats(
-            nodes=0, leases=0, evictable_pages=0, locked_pages=0, eviction_queue=0, evicted_pages_total=0
-        )
+        return PrefixStats(nodes=0, leases=0, evictable=_NONE, locked=_NONE, eviction_queue=_NONE, evicted_total=_NONE)

@@ -1,0 +1,90 @@
+"""The prefix caches by name: what the field calls them, and which models each is for. Owns no state.
+
+There are two implementations: the tree (`UnifiedRadixCache`) and none (`ChunkCache`). A name says which of the two, and
+what a model's KV must consist of; "radix" and "chunk" fit every model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from baton.common.errors import ConfigError
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.prefix.chunk import ChunkCache
+from baton.common.kv.prefix.interface import PrefixCache
+from baton.common.kv.prefix.tree import UnifiedRadixCache
+
+PrefixCacheName = Literal[
+    "radix",
+    "chunk",
+    "ChunkCache",
+    "SWAChunkCache",
+    "PureSWAChunkCache",
+    "RadixCache",
+    "SWARadixCache",
+    "PureSWARadixCache",
+    "MambaRadixCache",
+    "UnifiedRadixCache",
+]
+
+
+class CacheKind(StrEnum):
+    RADIX = "radix"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """`needs` and `lacks`: components that the model must have, and must not have."""
+
+    kind: CacheKind
+    needs: frozenset[Component] = field(default_factory=frozenset)
+    lacks: frozenset[Component] = field(default_factory=frozenset)
+
+
+_FULL = frozenset({Component.FULL})
+_SWA = frozenset({Component.SWA})
+_STATE = frozenset({Component.STATE})
+
+CONFIGURATIONS: Mapping[PrefixCacheName, Configuration] = {
+    "radix": Configuration(CacheKind.RADIX),
+    "chunk": Configuration(CacheKind.CHUNK),
+    "ChunkCache": Configuration(CacheKind.CHUNK),  # what is never shared needs no window and no checkpoint either
+    "SWAChunkCache": Configuration(CacheKind.CHUNK, needs=_FULL | _SWA),
+    "PureSWAChunkCache": Configuration(CacheKind.CHUNK, needs=_SWA, lacks=_FULL),
+    "RadixCache": Configuration(CacheKind.RADIX, needs=_FULL, lacks=_SWA | _STATE),
+    "SWARadixCache": Configuration(CacheKind.RADIX, needs=_FULL | _SWA, lacks=_STATE),
+    "PureSWARadixCache": Configuration(CacheKind.RADIX, needs=_SWA, lacks=_FULL | _STATE),
+    "MambaRadixCache": Configuration(CacheKind.RADIX, needs=_STATE, lacks=_SWA),
+    "UnifiedRadixCache": Configuration(CacheKind.RADIX),
+}
+
+
+def make_prefix_cache(name: PrefixCacheName, layout: KvLayout) -> PrefixCache:
+    """Raises ConfigError when the configuration is not one for this layout."""
+    configuration = CONFIGURATIONS[name]
+    _check_fits(name, configuration, layout)
+    match configuration.kind:
+        case CacheKind.RADIX:
+            return UnifiedRadixCache(layout)
+        case CacheKind.CHUNK:
+            return ChunkCache()
+
+
+def _check_fits(name: PrefixCacheName, configuration: Configuration, layout: KvLayout) -> None:
+    have = frozenset(layout.components)
+    wrong = [
+        f"needs {component}, which this model lacks"
+        for component in Component
+        if component in configuration.needs - have
+    ]
+    wrong += [
+        f"cannot keep {component}, which this model has"
+        for component in Component
+        if component in configuration.lacks & have
+    ]
+    if wrong:
+        raise ConfigError("kv.prefix_cache", name, "; ".join(wrong), f"{configuration.kind} fits every model")
