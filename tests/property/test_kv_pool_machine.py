@@ -266,7 +266,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert isinstance(census, Census)
         assert census.accounted == census.total == self.pool.total_pages
         stats = self.pool.stats()
-        assert stats.owned_pages == census.request + census.incoming + census.outgoing + census.quarantined
+        assert stats.owned_pages == census.accounted - census.free - census.cached
         assert stats.free_rows == MAX_ROWS - len(self.requests)
 
     @invariant()

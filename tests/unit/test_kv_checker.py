@@ -51,7 +51,15 @@ def test_a_census_partitions_the_pool() -> None:
     world = World()
     census = InvariantChecker().check(world.pool, world.holdings())
     assert census == Census(
-        free=12, request=2, cached_evictable=1, cached_locked=2, incoming=3, outgoing=0, quarantined=0, total=20
+        free=12,
+        request=2,
+        session=0,
+        cached_evictable=1,
+        cached_locked=2,
+        incoming=3,
+        outgoing=0,
+        quarantined=0,
+        total=20,
     )
     assert census.unaccounted == 0
     assert not census.idle
