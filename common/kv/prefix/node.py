@@ -48,8 +48,8 @@ class Node:
     def __init__(self, key: bytes, size: int, parent: Node | None, full: I32, swa: I32) -> None:
         self.key = key  # the bytes of its tokens
         self.size = size  # pages
-        self.parent = parent  # None: the root, or a node that was removed
-        self.end = size if parent is None else parent.end + size
+        self.parent: Node | None = parent  # None: the root, or a node that was removed
+        self.end: int = size if parent is None else parent.end + size
         self.children: dict[bytes, Node] = {}  # by their first page of tokens
         self.locks = 0
         self.last_use = 0
