@@ -1,0 +1,113 @@
+"""`SharedDirectoryStore`: pages in a directory that many workers, also of other hosts, read and write at once: the
+external store. docs/adr/0008 says why it is this and not LMCache.
+
+Owns: nothing alone. Never: keeps an index of what others change under it, or takes a lock.
+
+It works because a page's name says what it holds. Two writers of one key write the same; a file appears complete by its
+rename, and a reader whose file is removed meanwhile still reads it to the end. Everything else is a miss.
+
+The bound is kept by all writers together: each counts what it wrote, and after a sixteenth of the capacity looks at the
+whole directory and removes what was used longest ago. So it is exceeded by at most a sixteenth per writer. Unfinished
+files of writers that died count and age like pages, and leave the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.common.kv.tiers.keys import PageKey
+from baton.common.kv.tiers.pagefile import Complaints, PageFormat, Verdict, own_directory, path_of, scan
+from baton.common.kv.tiers.store import Bytes, Demote, StoreCounters, StoreUnavailable
+from baton.common.units import format_bytes
+
+SLACK = 16
+"""The part of the capacity between two looks at the directory, and how much of it a look frees."""
+
+
+class SharedDirectoryStore:
+    """The last level. Every process that uses it runs as the same user. Raises StoreUnavailable when the directory
+    cannot be used."""
+
+    name = "external"
+
+    def __init__(self, directory: Path, capacity_bytes: int, page_bytes: int, root: PageKey) -> None:
+        self.page_bytes = page_bytes
+        self.capacity_bytes = capacity_bytes
+        self.counters = StoreCounters()
+        self._format = PageFormat(root, page_bytes)
+        if capacity_bytes < self._format.file_bytes:
+            raise StoreUnavailable(f"external tier: {format_bytes(capacity_bytes)} hold no page of {page_bytes} bytes")
+        self._directory = directory
+        self._complaints = Complaints(self.name)
+        self._used_bytes = 0  # as of the last look, and what was written since
+        self._unseen_bytes = 0
+        own_directory(self.name, directory)
+        self._trim()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def known_prefix(self, keys: Sequence[PageKey]) -> int:
+        for index, key in enumerate(keys):
+            if not path_of(self._directory, key).exists():
+                return index
+        return len(keys)
+
+    def read(self, key: PageKey, out: Bytes) -> bool:
+        path = path_of(self._directory, key)
+        verdict = self._format.read(path, key, out)
+        if verdict is Verdict.GOOD:
+            self.counters.hits += 1
+            return True
+        self.counters.misses += 1
+        if verdict is not Verdict.MISSING:
+            self.counters.damaged += 1
+            self._complaints.about("tier_page_damaged", path.name, verdict)
+            with contextlib.suppress(OSError):  # it stays, and is a miss each time
+                path.unlink()
+        return False
+
+    def write(self, key: PageKey, data: Bytes, demote: Demote | None = None) -> bool:
+        assert demote is None, "there is no level below this one"
+        path = path_of(self._directory, key)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+            return True  # it was there
+        try:
+            self._format.write(path, key, data)
+        except OSError as error:
+            self.counters.failed_writes += 1
+            self._complaints.about("tier_write_failed", str(self._directory), error.strerror or str(error))
+            return False
+        self.counters.written += 1
+        self._used_bytes += self._format.file_bytes
+        self._unseen_bytes += self._format.file_bytes
+        if self._unseen_bytes >= self.capacity_bytes // SLACK:
+            self._trim()
+        return True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _trim(self) -> None:
+        """Looks at everything; over the bound, removes the pages used longest ago, and some more."""
+        try:
+            found = sorted(scan(self._directory))
+        except OSError as error:
+            self._complaints.about("tier_scan_failed", str(self._directory), error.strerror or str(error))
+            return
+        used = sum(file.nbytes for file in found)
+        if used > self.capacity_bytes:
+            for file in found:
+                if used <= self.capacity_bytes - self.capacity_bytes // SLACK:
+                    break
+                with contextlib.suppress(OSError):
+                    file.path.unlink()
+                    self.counters.evicted += 1
+                used -= file.nbytes
+        self._used_bytes = used
+        self._unseen_bytes = 0
