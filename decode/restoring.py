@@ -1,0 +1,105 @@
+"""What of a request's missing KV is asked from the tiers below the pool, before a prefill worker is.
+
+Owns: the restores that are under way: which request each is for, where it starts, when it is cut short. Never: writes a
+page, moves a length, or decides what follows (`core.DecodeCore` commits what landed and goes on with the rest).
+
+A restore is a source of KV like a prefill worker's hand-off: from `begin` until `PagesRestored` the request's pages
+from `start` on belong to it, whatever happens to the request meanwhile; what it says has landed is valid, nothing else.
+What is known of the tree is not asked for, nor is the last token of a request without outputs: somebody has to compute
+it for its logits. Only whole pages have names.
+
+Models with sliding or recurrent layers are not restored: what those layers keep is good only at the end of the tokens,
+and the page of a middle has no use without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.common.config import TiersConfig
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.pool import KvPool
+from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages
+from baton.common.kv.tiers.keys import PageKeys
+from baton.common.units import page_floor, whole_pages
+from baton.decode.request import DecodeRequest
+
+
+def can_be_tiered(layout: KvLayout) -> bool:
+    """Whether a page below the pool is of any use to this model."""
+    return layout.components == (Component.FULL,)
+
+
+@dataclass(slots=True)
+class _Restore:
+    request: DecodeRequest
+    start: int  # tokens
+    pages: int
+    deadline_s: float
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """KV of the request's [start, until) is in its pages, which are the request's again. until == start: nothing."""
+
+    request: DecodeRequest
+    start: int
+    until: int
+
+
+class Restores:
+    """`keys` None: there are no tiers. At most one restore per request at a time."""
+
+    def __init__(self, layout: KvLayout, keys: PageKeys | None, config: TiersConfig) -> None:
+        self._keys = keys if can_be_tiered(layout) else None
+        self._config = config
+        self._count = 0
+        self._open: dict[JobId, _Restore] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, request: DecodeRequest, pool: KvPool, now: float) -> RestorePages | None:
+        """For a request that was just admitted: its pages are promised. None: not worth asking."""
+        if self._keys is None:
+            return None
+        page_size, start = self._keys.page_size, request.record.kv_committed_len
+        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
+        end = page_floor(most, page_size)
+        pages = whole_pages(end - start, page_size)
+        # A session may own a part of a page: that page is computed, and what follows is new to everybody.
+        if start % page_size or pages < self._config.restore_min_pages:
+            return None
+        keys = self._keys.of(request.fill_tokens[:end])
+        self._count += 1
+        job = JobId(self._count)
+        self._open[job] = _Restore(request, start, pages, now + self._config.restore_deadline_s)
+        return RestorePages(
+            job=job,
+            keys=tuple(keys[whole_pages(start, page_size) :]),
+            page_ids=np.ascontiguousarray(pool.pages_of(request.record, start, end)),
+            at_least=self._config.restore_min_pages,
+        )
+
+    def abort(self, job: JobId) -> AbortRestore:
+        """The request is over; its pages are the restore's until that has ended."""
+        self._open[job].aborted = True
+        return AbortRestore(job)
+
+    def end(self, event: PagesRestored) -> Landed:
+        """It has ended, one way or the other."""
+        restore = self._open.pop(event.job)
+        assert 0 <= event.pages <= restore.pages, (event, restore.pages)
+        assert self._keys is not None
+        return Landed(restore.request, restore.start, restore.start + event.pages * self._keys.page_size)
+
+    def cut_short(self, now: float) -> list[AbortRestore]:
+        """Those that take too long: what has landed is kept, the rest comes from elsewhere. Each once."""
+        late = [job for job, restore in self._open.items() if not restore.aborted and restore.deadline_s <= now]
+        return [self.abort(job) for job in late]
+
+    def next_deadline(self) -> float | None:
+        return min((one.deadline_s for one in self._open.values() if not one.aborted), default=None)
