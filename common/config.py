@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from baton.common.errors import ConfigError
+from baton.common.kv.prefix.names import PrefixCacheName
 
 FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
@@ -58,7 +59,7 @@ class KvConfig:
     page_size: int = 16
     pool_bytes: int = 768 << 20
     num_pages: int | None = None
-    prefix_cache: Literal["radix", "chunk"] = "radix"
+    prefix_cache: PrefixCacheName = "radix"  # radix, chunk (nothing is shared), or a name that fits only some models
     strip_thinking_cache: bool = False  # answers that began by thinking are not cached: the next turn has no thinking
     tiers: TiersConfig = field(default_factory=TiersConfig)
 

@@ -24,8 +24,9 @@ from baton.common.kv.allocator import PageAllocator
 from baton.common.kv.census import Census, Holding, take_census
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.kv.prefix.configurations import PrefixCacheName, make_prefix_cache
+from baton.common.kv.prefix.configurations import make_prefix_cache
 from baton.common.kv.prefix.interface import I32, GroupPages, PrefixCache, PrefixStats, Span
+from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.record import KvHolder, ReqKvInfo, take_kv
 from baton.common.kv.release import free_leftovers
 from baton.common.kv.rows import RowTable

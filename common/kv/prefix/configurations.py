@@ -9,26 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.chunk import ChunkCache
 from baton.common.kv.prefix.interface import PrefixCache
+from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.prefix.tree import UnifiedRadixCache
-
-PrefixCacheName = Literal[
-    "radix",
-    "chunk",
-    "ChunkCache",
-    "SWAChunkCache",
-    "PureSWAChunkCache",
-    "RadixCache",
-    "SWARadixCache",
-    "PureSWARadixCache",
-    "MambaRadixCache",
-    "UnifiedRadixCache",
-]
 
 
 class CacheKind(StrEnum):

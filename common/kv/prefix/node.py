@@ -55,7 +55,7 @@ class Node:
         self.last_use = 0
         self.full = full
         self.swa = swa
-        self.swa_live = int(np.count_nonzero(swa))
+        self.swa_live = int(np.count_nonzero(swa)) if len(swa) else 0
         self.swa_locks = 0
         self.swa_use = 0
         self.state = 0
@@ -94,8 +94,9 @@ class Node:
         self.end -= self.size - keep
         self.size = keep
         self.full = self.full[:keep].copy()  # else the old array lives as long as the node
-        self.swa = self.swa[:keep].copy()
-        self.swa_live = int(np.count_nonzero(self.swa))
+        if len(self.swa):
+            self.swa = self.swa[:keep].copy()
+            self.swa_live = int(np.count_nonzero(self.swa))
         self.state = 0
 
     def common_pages(self, data: bytes, offset: int, page_bytes: int) -> int:
@@ -142,7 +143,9 @@ def first_live(layout: KvLayout, end: int) -> int:
 
 
 def window_is_live(layout: KvLayout, node: Node, end: int) -> bool:
-    """Whether sliding layers can go on from `end`, which lies in `node` or above."""
+    """Whether sliding layers, if there are any, can go on from `end`, which lies in `node` or above."""
+    if not layout.window:
+        return True
     first = first_live(layout, end)
     while node.end > first:
         if node.swa_live < node.size:
@@ -154,14 +157,16 @@ def window_is_live(layout: KvLayout, node: Node, end: int) -> bool:
     return True
 
 
-def longest_usable(layout: KvLayout, live: npt.NDArray[np.bool_], first: int, ends: Sequence[int] | I32) -> int:
+def longest_usable(layout: KvLayout, live: npt.NDArray[np.bool_], first: int, ends: Sequence[int] | None) -> int:
     """The largest of `ends` (ascending, all above `first`) from which sliding layers can go on, or `first` when there
-    is none. `live[i]` is of page `first + i`; those before `first` are alive as far as a window reaches back."""
-    if not len(ends):
-        return first
+    is none; `ends` None: every position until that of the last page. `live[i]` is of page `first + i`; those before
+    `first` are alive as far as a window reaches back."""
+    last = first + len(live) if ends is None else ends[-1] if ends else first
+    if live[max(0, first_live(layout, last) - first) : last - first].all():
+        return last  # nearly always; without the arithmetic over all of `live`
     positions = np.arange(first, first + len(live), dtype=np.int32)
     last_dead = np.maximum.accumulate(np.where(live, np.int32(-1), positions))
-    candidates = np.asarray(ends, dtype=np.int32)
+    candidates = positions + 1 if ends is None else np.array(ends, dtype=np.int32)
     window_starts = np.maximum(candidates * layout.page_size - layout.window + 1, 0) // layout.page_size
     usable = np.flatnonzero(last_dead[candidates - 1 - first] < window_starts)
     return int(candidates[usable[-1]]) if len(usable) else first
@@ -239,15 +244,27 @@ class Parts:
     __slots__ = ("full", "state", "swa")
 
     def __init__(self) -> None:
-        self.full: list[I32] = [NO_IDS]
-        self.swa: list[I32] = [NO_IDS]
+        self.full: list[I32] = []
+        self.swa: list[I32] = []
         self.state: list[int] = []
 
     def joined(self) -> GroupPages:
-        return GroupPages(np.concatenate(self.full), np.concatenate(self.swa), np.array(self.state, dtype=np.int32))
+        return GroupPages(joined(self.full), joined(self.swa), slots(self.state))
+
+
+def joined(parts: list[I32]) -> I32:
+    if len(parts) > 1:
+        return np.concatenate(parts)
+    return parts[0] if parts else NO_IDS
+
+
+def slots(ids: list[int]) -> I32:
+    return np.array(ids, dtype=np.int32) if ids else NO_IDS
 
 
 def live_ids(ids: I32) -> I32:
     """A copy without the tombstones."""
+    if not len(ids):
+        return NO_IDS
     live: I32 = ids[ids != 0]
     return live

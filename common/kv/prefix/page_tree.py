@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.kv.prefix.interface import NO_IDS, GroupCounts, GroupPages
+from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, GroupPages
 from baton.common.kv.prefix.node import (
     TOKEN_BYTES,
     Ledger,
@@ -77,18 +77,21 @@ class PageTree:
             if node.end == until:
                 break
             node = known if known.end <= until else self.split(known, until - known.start)
-            span = slice(node.start - first, node.end - first)
-            duplicate.full.append(given.full[span])
             if self.layout.window:
-                self._revive(node, GroupPages(swa=given.swa[span]), taken, duplicate)
+                self._revive(node, given.swa[node.start - first : node.end - first], taken, duplicate)
             self.add_lock(node)
+        if node.end > first:
+            duplicate.full.append(given.full[: node.end - first])
         return node
 
-    def _revive(self, node: Node, given: GroupPages, taken: Parts, duplicate: Parts) -> None:
+    def _revive(self, node: Node, given: I32, taken: Parts, duplicate: Parts) -> None:
+        if node.swa_live == node.size:
+            duplicate.swa.append(live_ids(given))
+            return
         dead = node.swa == 0
-        revived = dead & (given.swa != 0)
-        taken.swa.append(given.swa[revived])
-        duplicate.swa.append(live_ids(given.swa[~dead]))
+        revived = dead & (given != 0)
+        taken.swa.append(given[revived])
+        duplicate.swa.append(live_ids(given[~dead]))
         count = len(taken.swa[-1])
         assert not count or not node.swa_locks, "a tombstone under a lock"
         node.swa[revived] = taken.swa[-1]
@@ -100,8 +103,8 @@ class PageTree:
         leaf = Node(key, len(key) // self.page_bytes, parent, given.full.copy(), given.swa.copy())
         parent.children[key[: self.page_bytes]] = leaf
         self.nodes += 1
-        taken.full.append(leaf.full)
-        taken.swa.append(live_ids(leaf.swa))
+        taken.full.append(given.full)
+        taken.swa.append(live_ids(given.swa))
         self.full.evictable += len(leaf.full)  # until the lock takes it out again
         self.swa.evictable += leaf.swa_live
         self.add_lock(leaf)
@@ -133,8 +136,8 @@ class PageTree:
     def hold_end(self, node: Node) -> None:
         """Locks what is needed at the end of `node` beyond the path: the live window, split off to begin with a node,
         and the checkpoint."""
-        first = first_live(self.layout, node.end)
         for above in self._window(node):
+            first = first_live(self.layout, node.end)
             if above.start < first:
                 self.split(above, first - above.start)
             if above.swa_locks == 0:
@@ -174,6 +177,8 @@ class PageTree:
 
     def _window(self, node: Node) -> Iterator[Node]:
         """The nodes that hold the live window at the end of `node`; the topmost may begin before it."""
+        if not self.layout.window:
+            return
         first = first_live(self.layout, node.end)
         for above in path_up(node):
             if above.end <= first:
@@ -197,8 +202,9 @@ class PageTree:
             count -= leaf.size - keep
             gone.full.append(leaf.full[keep:])
             self.full.gave_up(leaf.size - keep)
-            gone.swa.append(live_ids(leaf.swa[keep:]))
-            self.swa.gave_up(len(gone.swa[-1]))
+            if leaf.swa_live:
+                gone.swa.append(live_ids(leaf.swa[keep:]))
+                self.swa.gave_up(len(gone.swa[-1]))
             if leaf.state:
                 gone.state.append(leaf.state)
                 self.state.gave_up(1)

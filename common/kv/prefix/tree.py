@@ -22,7 +22,7 @@ to the bytes of the key, whatever the size of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +45,11 @@ from baton.common.kv.prefix.node import (
     Parts,
     descend,
     first_live,
+    joined,
     live_ids,
     longest_usable,
     path_up,
+    slots,
     window_is_live,
 )
 from baton.common.kv.prefix.page_tree import PageTree
@@ -219,12 +221,10 @@ class UnifiedRadixCache:
         layout = self._layout
         if not layout.window and not layout.state:
             return known
-        ends: Sequence[int] | I32 = [node.end for node in path if node.state and node.end <= known]
-        last = known if not layout.state else ends[-1] if len(ends) else 0
+        ends = [node.end for node in path if node.state and node.end <= known] if layout.state else None
+        last = known if ends is None else ends[-1] if ends else 0
         if not layout.window or last == 0 or window_is_live(layout, path[-1], last):
             return last
-        if not layout.state:
-            ends = np.arange(1, known + 1, dtype=np.int32)
         live = np.concatenate([node.swa for node in path])[:known] != 0
         return longest_usable(layout, live, 0, ends)
 
@@ -235,14 +235,13 @@ class UnifiedRadixCache:
         layout = self._layout
         if whole == first:
             return first
-        ends: Sequence[int] | I32
+        ends: list[int] | None = None
         if layout.state:
-            known_states = [node.end for node in path if node.state and node.end <= known]
-            ends = known_states if not slot or whole in known_states else [*known_states, whole]
-        else:
-            ends = np.arange(first + 1, whole + 1, dtype=np.int32) if layout.window else [whole]
+            ends = [node.end for node in path if node.state and node.end <= known]
+            if slot and whole not in ends[-1:]:
+                ends.append(whole)
         if not layout.window:
-            return ends[-1] if ends else first
+            return whole if ends is None else ends[-1] if ends else first
         live = given_swa[: whole - first] != 0
         for node in path:
             start, end = node.start - first, min(node.end, known) - first
@@ -251,12 +250,12 @@ class UnifiedRadixCache:
 
     def _check_given(self, given: GroupPages, count: int) -> None:
         layout = self._layout
-        complete = count >= 0 and len(given.state) <= int(layout.state)
-        for component, ids in ((Component.FULL, given.full), (Component.SWA, given.swa)):
-            complete = complete and (len(ids) >= count if component in layout.paged else len(ids) == 0)
-        if not complete:
+        full, swa, states = len(given.full), len(given.swa), len(given.state)
+        unknown = (full and not layout.full) or (swa and not layout.window) or states > int(layout.state)
+        short = count < 0 or (layout.full and full < count) or (layout.window and swa < count)
+        if unknown or short:
             raise OwnershipError(f"{given.counts} offered for {count} whole pages of {layout}")
-        if not given.full.all() or not given.state.all():
+        if not given.full.all() or (states and not given.state_slot):
             raise OwnershipError(f"the null page is offered: {given.full.tolist()}, state {given.state.tolist()}")
 
     def _advance(self, lease: PrefixLease | None, old: Node, new: Node) -> PrefixLease | None:
@@ -281,21 +280,22 @@ class UnifiedRadixCache:
 
     def _pages_between(self, above: Node, node: Node) -> GroupPages:
         """What a lease on `node` protects of the path from `above` to it, and the checkpoint there."""
-        full: list[I32] = [NO_IDS]
-        swa = np.zeros(node.end - above.end if self._layout.window else 0, dtype=np.int32)
+        full: list[I32] = []
+        swa = np.zeros(node.end - above.end, dtype=np.int32) if self._layout.window else NO_IDS
         first = first_live(self._layout, node.end)
         for part in path_up(node):
             if part.end <= above.end:
                 break
             full.append(part.full)
-            if part.start >= first:
+            if self._layout.window and part.start >= first:
                 swa[part.start - above.end : part.end - above.end] = part.swa
         full.reverse()
-        return GroupPages(np.concatenate(full), swa, np.array([node.state] if node.state else [], dtype=np.int32))
+        return GroupPages(joined(full), swa, slots([node.state] if node.state else []))
 
 
 def _assert_adds_up(given: GroupPages, kept: Inserted) -> None:
     """Every id that was given is taken, a duplicate or tail."""
-    offered = GroupCounts(len(given.full), int(np.count_nonzero(given.swa)), len(given.state))
-    parts = zip(kept.taken.counts, kept.duplicate.counts, kept.tail.counts, strict=True)
-    assert GroupCounts(*(sum(part) for part in parts)) == offered, (given, kept)
+    taken, duplicate, tail = kept.taken, kept.duplicate, kept.tail
+    assert len(taken.full) + len(duplicate.full) + len(tail.full) == len(given.full), (given, kept)
+    assert len(taken.swa) + len(duplicate.swa) + len(tail.swa) == np.count_nonzero(given.swa), (given, kept)
+    assert len(taken.state) + len(duplicate.state) + len(tail.state) == len(given.state), (given, kept)

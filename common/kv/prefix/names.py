@@ -1,0 +1,18 @@
+"""The names of prefix caches that a configuration may choose; `configurations.py` says what each is and needs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PrefixCacheName = Literal[
+    "radix",
+    "chunk",
+    "ChunkCache",
+    "SWAChunkCache",
+    "PureSWAChunkCache",
+    "RadixCache",
+    "SWARadixCache",
+    "PureSWARadixCache",
+    "MambaRadixCache",
+    "UnifiedRadixCache",
+]

@@ -1,0 +1,68 @@
+"""Prefix caches by name: which models each fits, and what is said when it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from baton.common.config import ClusterConfig, from_mapping
+from baton.common.errors import ConfigError
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.prefix.chunk import ChunkCache
+from baton.common.kv.prefix.configurations import CONFIGURATIONS, make_prefix_cache
+from baton.common.kv.prefix.interface import PrefixCache
+from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.prefix.tree import UnifiedRadixCache
+
+LAYOUTS = {
+    "full": KvLayout(4),
+    "swa": KvLayout(4, full=False, window=8),
+    "state": KvLayout(4, full=False, state=True),
+    "full+swa": KvLayout(4, window=8),
+    "full+state": KvLayout(4, state=True),
+    "swa+state": KvLayout(4, full=False, window=8, state=True),
+    "full+swa+state": KvLayout(4, window=8, state=True),
+}
+EVERY = set(LAYOUTS)
+
+FITS: dict[PrefixCacheName, tuple[type[PrefixCache], set[str]]] = {
+    "radix": (UnifiedRadixCache, EVERY),
+    "chunk": (ChunkCache, EVERY),
+    "ChunkCache": (ChunkCache, EVERY),
+    "SWAChunkCache": (ChunkCache, {"full+swa", "full+swa+state"}),
+    "PureSWAChunkCache": (ChunkCache, {"swa", "swa+state"}),
+    "RadixCache": (UnifiedRadixCache, {"full"}),
+    "SWARadixCache": (UnifiedRadixCache, {"full+swa"}),
+    "PureSWARadixCache": (UnifiedRadixCache, {"swa"}),
+    "MambaRadixCache": (UnifiedRadixCache, {"state", "full+state"}),
+    "UnifiedRadixCache": (UnifiedRadixCache, EVERY),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_each_name_fits_its_models_and_no_other(name: PrefixCacheName) -> None:
+    kind, fits = FITS[name]
+    for layout_name, layout in LAYOUTS.items():
+        if layout_name in fits:
+            assert type(make_prefix_cache(name, layout)) is kind
+        else:
+            with pytest.raises(ConfigError) as refused:
+                make_prefix_cache(name, layout)
+            assert refused.value.field == "kv.prefix_cache"
+            assert any(component in refused.value.reason for component in Component)
+
+
+def test_a_refusal_names_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="needs state, which this model lacks; cannot keep swa, which this model has"):
+        make_prefix_cache("MambaRadixCache", KvLayout(4, window=8))
+
+
+def test_every_name_can_be_configured() -> None:
+    assert set(FITS) == set(CONFIGURATIONS) == set(get_args(PrefixCacheName))
+    for name in FITS:
+        config = from_mapping(ClusterConfig, {"kv": {"prefix_cache": name}})
+        assert dataclasses.asdict(config.kv)["prefix_cache"] == name
+    with pytest.raises(ConfigError, match="must be one of radix, chunk, ChunkCache"):
+        from_mapping(ClusterConfig, {"kv": {"prefix_cache": "LruCache"}})
