@@ -71,7 +71,7 @@ def pieces_of_state(slot_bytes: int) -> int:
     """Into how many equal pieces a state of `slot_bytes` is cut; whole words where the state has whole words."""
     word = 8 if slot_bytes % 8 == 0 else 1
     words, most = slot_bytes // word, STATE_PIECE_BYTES // word
-    return next(pieces for pieces in range(-(-words // most), words + 1) if words % pieces == 0)
+    return words // next(piece for piece in range(min(most, words), 0, -1) if words % piece == 0)
 
 
 def unit_ids(component: Component, pages: I32, state_pieces: int) -> bytes:

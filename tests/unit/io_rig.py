@@ -13,23 +13,24 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, TransferConfig
-from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
-from baton.common.kv.buffers import NumpyKvBuffer
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Body, Heartbeat, Hello, Load, Member, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
 from baton.transfer.io import IoThread
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.plan import segments_of
 from baton.transfer.process import die_with_parent
-from baton.transfer.testing_ends import random_pool
+from baton.transfer.testing_ends import KvSpec, random_pool
 
 PAGE_SIZE = 4
 PAGE_BYTES = 4096
 NUM_PAGES = 128
 WAIT_S = 30.0
+FULL_KV = KvSpec(KvLayout(PAGE_SIZE), ((NUM_PAGES, PAGE_BYTES),))
+HYBRID_KV = KvSpec(KvLayout(PAGE_SIZE, window=41, state=True), ((NUM_PAGES, PAGE_BYTES), (64, 1536), (4, 40000)))
 CONTROLLER = Stamp(WorkerId("controller"), 1, Epoch(1))
 
 
@@ -139,7 +140,7 @@ class StandInController:
 
 
 class Worker:
-    """An I/O thread with a numpy pool and the events it delivered. A prefill worker serves offers by itself."""
+    """An I/O thread with numpy pools and the events it delivered. A prefill worker serves offers by itself."""
 
     def __init__(
         self,
@@ -150,10 +151,13 @@ class Worker:
         keys: ClusterKeys | None,
         controller: str,
         lanes: LaneFactory = build_lanes,
+        kv: KvSpec = FULL_KV,
+        fill: int = 0,
     ) -> None:
         self.stamp = Stamp(WorkerId(worker), 1, Epoch(epoch))
-        self.buffer = NumpyKvBuffer(NUM_PAGES, PAGE_BYTES, PAGE_SIZE)
-        self.pool = self.buffer.as_bytes()
+        self.memory = kv.build(fill)
+        self.pools = {component: buffer.as_bytes() for component, buffer in self.memory.buffers.items()}
+        self.pool = self.pools[Component.FULL]
         self.events = Events()
         self.fatal = threading.Event()
         self.hold_regions = threading.Event()  # set: a prefill worker stops after its first region
@@ -161,7 +165,7 @@ class Worker:
             self.stamp,
             role,
             config,
-            KvMemory.full(self.buffer, PAGE_SIZE),
+            self.memory,
             keys,
             self._deliver,
             controller_address=controller,
@@ -180,7 +184,8 @@ class Worker:
             self._prefill(event)
 
     def _prefill(self, offer: OfferReceived) -> None:
-        """Ships the pages in chunks of five, as if each had just been computed."""
+        """Ships the pages in chunks of five, as if each had just been computed; then what other components keep, in
+        the first pages of their pools."""
         first_page, pages = offer.start // PAGE_SIZE, -(-len(offer.tokens) // PAGE_SIZE)
         chunk = 5
         for page in range(first_page, pages, chunk):
@@ -189,19 +194,28 @@ class Worker:
             self.io.post(ShipRegion(offer.key, first, end - first, ids))
             if self.hold_regions.is_set():
                 return
+        for one in segments_of(self.memory.layout, offer.start, len(offer.tokens))[1:]:
+            ids = np.arange(1, 1 + one.units, dtype=np.int32)
+            tokens = one.end_token - one.first_token
+            self.io.post(ShipRegion(offer.key, one.first_token, tokens, ids, one.component))
         self.io.post(FinishSource(offer.key, PrefillResult(77, None, 0.5, 0)))
 
 
 def open_sink(sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0, ttl_s: float = WAIT_S) -> OpenSink:
-    """Asks for `tokens` tokens; destination pages descend from 100, so that they differ from the source's."""
-    pages = -(-tokens // PAGE_SIZE) - start // PAGE_SIZE
+    """Asks for `tokens` tokens; destination pages descend, so that they differ from the source's: from 100 of full
+    attention, from 50 of a window, and state slot 3."""
+    first = {Component.FULL: 100, Component.SWA: 50, Component.STATE: 3}
+    pages = {
+        one.component: np.arange(first[one.component], first[one.component] - one.units, -1, dtype=np.int32)
+        for one in segments_of(sink.memory.layout, start, tokens)
+    }
     command = OpenSink(
         key=HandoffKey(HandoffId(handoff), 1),
         peer=WorkerId(peer),
         request_id=RequestId(f"r{handoff}"),
         tokens=np.arange(tokens, dtype=np.int32),
         start=start,
-        pages={Component.FULL: np.arange(100, 100 - pages, -1, dtype=np.int32)},
+        pages=pages,
         sample=True,
         sampling=SamplingParams(),
         deadline_s=time.monotonic() + ttl_s,
@@ -217,8 +231,7 @@ def expected_pages(command: OpenSink, seed: int = 5) -> np.ndarray:
 
 def _run_prefill(pipe: Connection, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool) -> None:
     die_with_parent()
-    worker = Worker("prefill-0", "prefill", 22, config, keys, controller)
-    worker.pool[:] = random_pool(NUM_PAGES, PAGE_BYTES, 5)
+    worker = Worker("prefill-0", "prefill", 22, config, keys, controller, fill=5)
     if hold:
         worker.hold_regions.set()
     worker.io.wait_admitted(WAIT_S)

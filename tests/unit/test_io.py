@@ -9,8 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from io_rig import (
+    FULL_KV,
+    HYBRID_KV,
     NUM_PAGES,
     PAGE_BYTES,
+    PAGE_SIZE,
     WAIT_S,
     PrefillProcess,
     StandInController,
@@ -23,15 +26,25 @@ from io_rig import (
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
-from baton.common.errors import ConfigError
-from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
-from baton.common.kv.layout import Component
-from baton.common.messages import PROTOCOL_VERSION, Body, CancelRequest, Frame, Heartbeat, Member, Membership, Reject
-from baton.transfer.api import SinkCommitted, SinkFailed, SourceAborted, SourceReleased
+from baton.common.errors import ConfigError, ErrorCode
+from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.messages import (
+    PROTOCOL_VERSION,
+    Body,
+    CancelRequest,
+    Failure,
+    Frame,
+    Heartbeat,
+    Member,
+    Membership,
+    Reject,
+)
+from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed, SourceAborted, SourceReleased
 from baton.transfer.io import IoThread, NotAdmitted
 from baton.transfer.lanes import Lanes
 from baton.transfer.mesh import ClusterKeys, Mesh
-from baton.transfer.testing_ends import random_pool
+from baton.transfer.testing_ends import KvSpec
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.ucx import why_unavailable
 
@@ -47,7 +60,7 @@ def controller() -> Iterator[StandInController]:
     running.close()
 
 
-def start_pair(lane: str, controller: StandInController) -> tuple[Worker, Worker]:
+def start_pair(lane: str, controller: StandInController, kv: KvSpec = FULL_KV) -> tuple[Worker, Worker]:
     hub = InprocHub()
 
     def inproc(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
@@ -55,9 +68,8 @@ def start_pair(lane: str, controller: StandInController) -> tuple[Worker, Worker
 
     config = io_config(lane)
     more = {"lanes": inproc} if lane == "inproc" else {}
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address, **more)
-    prefill = Worker("prefill-0", "prefill", 22, config, KEYS, controller.address, **more)
-    prefill.pool[:] = random_pool(NUM_PAGES, PAGE_BYTES, 5)
+    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address, kv=kv, **more)
+    prefill = Worker("prefill-0", "prefill", 22, config, KEYS, controller.address, kv=kv, fill=5, **more)
     wait_for_peer(decode)
     return decode, prefill
 
@@ -108,6 +120,39 @@ def check_counters(decode: Worker, prefill: Worker, lane: str) -> None:
         return idle and received is not None and sent is not None and received.bytes_in == sent.bytes_out > 0
 
     wait_until(agree)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_every_component_arrives_or_nothing_counts(lane: str, controller: StandInController) -> None:
+    decode, prefill = start_pair(lane, controller, HYBRID_KV)
+    try:
+        command = open_sink(decode, "prefill-0", 201, 1)
+        [event] = decode.events.wait(SinkCommitted)
+        assert event.nbytes == 51 * PAGE_BYTES + 11 * 1536 + 40000  # the window of [160, 201)
+        prefill.events.wait(SourceReleased)
+        for component, ours in command.pages.items():
+            expected = np.zeros_like(decode.pools[component])
+            expected[ours] = prefill.pools[component][1 : 1 + len(ours)]
+            assert np.array_equal(decode.pools[component], expected), component
+        wait_until(lambda: bytes_in(decode, lane) == event.nbytes)
+        prefill.hold_regions.set()
+        open_sink(decode, "prefill-0", 201, 2)
+        wait_until(lambda: bytes_in(decode, lane) > event.nbytes)
+        decode.io.post(AbortSink(HandoffKey(HandoffId(2), 1), Failure(code=ErrorCode.CANCELLED)))
+        [failed] = decode.events.wait(SinkFailed)
+        assert (failed.landed_until, failed.nbytes > 0) == (0, True)
+        prefill.events.wait(SourceAborted)
+        wait_until(lambda: slots_free(decode))
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_page_larger_than_a_staging_slot_is_found_at_the_start() -> None:
+    large = KvSpec(KvLayout(PAGE_SIZE, window=8), ((NUM_PAGES, PAGE_BYTES), (8, 16384 + 8)))
+    with pytest.raises(ConfigError, match=r"transfer\.region_bytes = 16384: a page of swa KV has 16392 bytes"):
+        Worker("decode-0", "decode", 11, io_config("local", "zmq"), KEYS, "", kv=large)
+    Worker("decode-0", "decode", 11, io_config("local"), KEYS, "", kv=large).close()  # nothing is staged there
 
 
 @pytest.mark.parametrize("lane", PROCESS_LANES)
