@@ -11,7 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -120,7 +129,7 @@ class _Collector:
         self._usage: _Usage | None = None
         self._extension: _Extension | None = None
 
-    def feed(self, data: str) -> str:
+    def feed(self, data: bytes) -> str:
         """The text in this chunk. Raises RequestError when the server says that the request failed."""
         chunk = _chunks.decode(data)
         if chunk.error is not None:
@@ -304,9 +313,9 @@ class AsyncClient:
                 if response.is_error:
                     await response.aread()
                     raise _response_error(response)
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        text = collector.feed(line.removeprefix("data: "))
+                async for line in _lines(response.aiter_bytes()):
+                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                        text = collector.feed(line.removeprefix(b"data: "))
                         if text:
                             yield text
         except httpx.HTTPError as error:
@@ -460,6 +469,16 @@ class Client:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
         await self._loop.shutdown_asyncgens()
+
+
+async def _lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Lines of a stream of server-sent events. Only line feeds end one: httpx, which splits text, would also cut at the
+    separators that Unicode has, and JSON may hold those as they are."""
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line.removesuffix(b"\r")
 
 
 async def _next_or_none(deltas: AsyncIterator[str]) -> str | None:

@@ -48,6 +48,13 @@ def test_a_stream_gives_text_as_it_comes_and_then_the_answer() -> None:
         assert "".join(parts) == stream.answer.text == TEXT
 
 
+@pytest.mark.parametrize("pace_s", [0.0, 0.005])
+def test_separators_of_unicode_are_text_like_any_other(pace_s: float) -> None:
+    text = "one\u2028two\u2029three\x85four\r\nfive\x1csix\nseven"
+    with serving(Loopback(script=saying(text), pace_s=pace_s)) as served, Client(served.url) as client:
+        assert client.complete("x", max_tokens=100).text == text
+
+
 def test_a_burst_is_taken_in_one_piece(client: Client) -> None:
     """What waits is taken together: a slow reader costs few events, and nobody else's time."""
     assert len(list(client.stream("x", max_tokens=100))) < 5
