@@ -59,7 +59,7 @@ class SamplingParams(_Value, frozen=True, kw_only=True):
     so that a request continues identically on another worker: the whole sampler state is these two numbers."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Meta(ge=0)] = 0  # 0: off
+    top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0  # 0: off
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16

@@ -116,6 +116,7 @@ def test_chat_messages_as_templates_want_them() -> None:
         ({"top_p": 0}, "top_p", "> 0"),
         ({"top_p": 1.5}, "top_p", "<= 1"),
         ({"top_k": -2}, "top_k", ">= 0"),
+        ({"top_k": 10**30}, "top_k", "<= 2147483647"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"n": 2}, "n", "one answer per prompt"),
         ({"n": True}, "n", "not supported"),
