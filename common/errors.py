@@ -42,6 +42,10 @@ class ConfigError(BatonError):
         self.hint = hint
         super().__init__(f"{field} = {value!r}: {reason}" + (f" ({hint})" if hint else ""))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        """Ray carries it from the process that found it to whoever launched the cluster."""
+        return type(self), (self.field, self.value, self.reason, self.hint)
+
 
 class RequestError(BatonError):
     """A request refused at the door, or ended by adversity. Carries the code that the client will see."""
@@ -52,3 +56,6 @@ class RequestError(BatonError):
         self.field = field
         self.retry_after_s = retry_after_s
         super().__init__(f"{code}: {message}")
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[ErrorCode, str, str | None, float | None]]:
+        return type(self), (self.code, self.message, self.field, self.retry_after_s)
