@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 LANES = ("local", "ucx", "zmq")
+MAX_REQUEST_S = 1e6
+"""What a request may be given at most; a frame that says more is malformed."""
+MAX_PAGES = (1 << 31) - 1  # page ids are int32, the null page is one of them
+_CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +188,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
 
 def validate(config: ClusterConfig) -> None:
     """Raises ConfigError for the first setting that cannot work. Needs no machine, no model, no Ray."""
+    if not _CLUSTER_NAME.fullmatch(config.cluster):
+        reason = "names a directory and a Ray namespace: at most 64 letters, digits, dots, underscores and dashes"
+        raise ConfigError("cluster", config.cluster, reason)
     if config.kv.page_size not in PAGE_SIZES:
         raise ConfigError("kv.page_size", config.kv.page_size, f"must be one of {', '.join(map(str, PAGE_SIZES))}")
     for lane in config.transfer.lanes:
@@ -214,6 +222,11 @@ def validate(config: ClusterConfig) -> None:
     for name, count in _natural_settings(config):
         if count < 0:
             raise ConfigError(name, count, "cannot be negative")
+    if config.gateway.request_timeout_s > MAX_REQUEST_S:
+        reason = f"must be at most {MAX_REQUEST_S:g}"
+        raise ConfigError("gateway.request_timeout_s", config.gateway.request_timeout_s, reason)
+    if config.kv.num_pages is not None and config.kv.num_pages > MAX_PAGES:
+        raise ConfigError("kv.num_pages", config.kv.num_pages, f"must be at most {MAX_PAGES}")
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 

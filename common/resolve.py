@@ -224,7 +224,7 @@ def _decide_length(
             "model.max_model_len",
             wanted,
             f"a pool of {num_pages} pages of {config.kv.page_size} tokens holds {pool_tokens} tokens",
-            "raise kv.pool_bytes",
+            f"raise {'kv.pool_bytes' if config.kv.num_pages is None else 'kv.num_pages'}",
         )
     return config, ()
 
