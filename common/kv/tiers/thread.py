@@ -185,7 +185,7 @@ class TierThread:
     def _next(self) -> RestorePages | _Store | None:
         """Waits for something to do; None when there will be nothing any more."""
         with self._changed:
-            self._copying_since_s = self._storing = None
+            self._storing = None
             self._changed.wait_for(lambda: self._restores or self._stores or self._closed)
             if self._restores:
                 restore = self._restores.popleft()
@@ -203,7 +203,7 @@ class TierThread:
                     break
                 restored += 1
         with self._changed:
-            self._restoring = None
+            self._restoring = self._copying_since_s = None
             self._counters.restores += 1
             self._counters.restored_pages += restored
             self._counters.aborted_restores += self._abort
@@ -220,6 +220,7 @@ class TierThread:
                 return
         with self._changed:
             self._stores.popleft()
+            self._copying_since_s = None
             self._counters.stores += 1
             self._counters.stored_pages += store.kept
         self._deliver(PagesStored(command.job, store.kept))
