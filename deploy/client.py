@@ -36,7 +36,8 @@ from baton.deploy.status import GatewayStatus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
-_RETRIED = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING})
+_RETRIED = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.SESSION_BUSY})
+"""The last: who hangs up on a turn and asks the next one at once may be faster than the news of it."""
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]

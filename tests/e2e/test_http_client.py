@@ -55,6 +55,22 @@ def test_separators_of_unicode_are_text_like_any_other(pace_s: float) -> None:
         assert client.complete("x", max_tokens=100).text == text
 
 
+def test_a_turn_that_is_still_being_answered_is_waited_for() -> None:
+    with serving(Loopback(script=saying(TEXT), pace_s=0.02)) as served, Client(served.url) as client:
+        session = client.open_session()
+        first = client.submit("x", session_id=session, max_tokens=100)
+        second = client.submit("xy", session_id=session, max_tokens=100)
+        assert (first.result(20).text, second.result(20).text) == (TEXT, TEXT)
+        impatient = Client(served.url, retries=0)
+        with impatient, pytest.raises(RequestError) as refused:
+            running = client.submit("x", session_id=session, max_tokens=100)
+            while not served.worker.submits or served.worker.submits[-1].session_turn < 2:
+                pass
+            impatient.complete("xy", session_id=session)
+        assert refused.value.code is ErrorCode.SESSION_BUSY
+        assert running.result(20).text == TEXT
+
+
 def test_a_burst_is_taken_in_one_piece(client: Client) -> None:
     """What waits is taken together: a slow reader costs few events, and nobody else's time."""
     assert len(list(client.stream("x", max_tokens=100))) < 5
