@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
@@ -183,6 +183,10 @@ def _ask(controller: ActorHandle, method: str, timeout_s: float, *arguments: obj
         except TimeoutError as error:
             raise LaunchError(f"the controller did not answer within {timeout_s:g} s") from error
         except RayError as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                # Ray puts the traceback of its constructor into words; the last line says what it raised.
+                reason = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+                raise LaunchError(f"the controller could not start: {reason}") from error
             raise LaunchError(f"the controller cannot be asked: {_first_line(error)}") from error
 
 
@@ -263,18 +267,22 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
         return False
     on_progress("starting Ray on this machine")
     workers = config.prefill + config.decode
-    ray.init(
-        address="local",  # never one that happens to run here
-        num_cpus=max(workers, os.cpu_count() or 1),
-        num_gpus=0,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        _node_ip_address=LOCAL_NODE_ADDRESS,
-        _temp_dir=temp_dir,
-        namespace=config.cluster,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    try:
+        ray.init(
+            address="local",  # never one that happens to run here
+            num_cpus=max(workers, os.cpu_count() or 1),
+            num_gpus=0,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _node_ip_address=LOCAL_NODE_ADDRESS,
+            _temp_dir=temp_dir,
+            namespace=config.cluster,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # plain ones are what Ray raises here
+        ray.shutdown()
+        raise LaunchError(f"Ray did not start on this machine: {_first_line(error)}") from error
     return True
 
 

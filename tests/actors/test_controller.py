@@ -160,6 +160,12 @@ def test_a_process_that_cannot_start_fails_the_launch_with_its_reason(ray_sessio
         launch(stub_config("is-broken"), class_paths=STUBS)
 
 
+def test_a_controller_that_cannot_start_fails_the_launch_with_its_reason(ray_session: None) -> None:
+    config = replace(stub_config("elsewhere"), bind_host="192.0.2.1")  # an address of nobody
+    with pytest.raises(LaunchError, match=r"^the controller could not start: bind_host = '192.*cannot listen there"):
+        launch(config, class_paths=STUBS)
+
+
 def test_workers_that_cannot_exchange_pages_fail_the_launch_by_field(ray_session: None) -> None:
     with pytest.raises(LaunchError, match=r"layout: (a != b|b != a)"):
         launch(stub_config("layout-differs"), class_paths=STUBS)

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RaySystemError
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig
+from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
 from baton.deploy import launch
 from baton.deploy.controller import ClusterPlan, Seat
@@ -60,6 +60,19 @@ def test_a_port_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("there is nothing to join"))
     with pytest.raises(LaunchError, match=r"no Ray cluster at 127\.0\.0\.1:99999: "):
         attach("baton", "127.0.0.1:99999")
+
+
+def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nand many more lines")
+
+    steps: list[str] = []
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(ray, "shutdown", lambda: steps.append("ray.shutdown"))
+    config = replace(ClusterConfig(), model=ModelConfig(model="fake"), gateway=GatewayConfig(port=0))
+    with pytest.raises(LaunchError, match=r"^Ray did not start on this machine: The current .* startup\.$"):
+        launch.launch(config)
+    assert steps == ["ray.shutdown"]
 
 
 @dataclass
