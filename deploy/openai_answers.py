@@ -19,7 +19,7 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
-from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for
+from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for, shorten
 from baton.deploy.openai_replies import (
     SSE_DONE,
     AnswerMessage,
@@ -86,9 +86,8 @@ async def prepare(
     """Everything that can be refused before a worker is asked. `owner`: who asks. Raises RequestError."""
     model = gateway.model
     if request.model != model.name:
-        raise RequestError(
-            ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; {model.name!r} is", "model"
-        )
+        wanted = shorten(repr(request.model))
+        raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"model {wanted} is not served here; {model.name!r} is", "model")
     token_lists = await _tokenize(model.tokenizer, request)
     if request.session_id is not None and len(token_lists) > 1:
         raise refusal("session_id", f"a turn has one prompt, not {len(token_lists)}")

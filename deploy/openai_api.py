@@ -20,6 +20,8 @@ from baton.common.messages import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
 MAX_STOP_STRINGS = 16
 MAX_PROMPTS = 128
+MAX_SHOWN_CHARS = 100
+"""Of what a client sent, in a message about it. The body may be megabytes."""
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -159,6 +161,10 @@ def refusal(field: str, reason: str) -> RequestError:
     return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {reason}", field)
 
 
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
     try:
@@ -181,8 +187,9 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
 
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
     if name not in _NEUTRAL:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise refusal(name, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
+        shown = shorten(name)  # comparing takes seconds for a name of megabytes, on the loop that serves everybody
+        near = difflib.get_close_matches(shown, known, n=1)
+        raise refusal(shown, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
     # 1 == True in Python, but {"n": true} asks for something else than {"n": 1}.
     neutral = any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in _NEUTRAL[name])
     if value is not None and not neutral:
@@ -197,7 +204,7 @@ def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> RequestE
         return refusal(where, "required")
     field = path.strip(".`")
     got = fields.get(field.split(".")[0].split("[")[0])
-    shown = f", got {got!r}" if isinstance(got, str | int | float) and field in fields else ""
+    shown = f", got {shorten(repr(got))}" if isinstance(got, str | int | float) and field in fields else ""
     return refusal(field, reason[:1].lower() + reason[1:] + shown)
 
 

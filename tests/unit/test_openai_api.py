@@ -143,6 +143,13 @@ def test_refusals_name_the_parameter(fields: dict[str, Any], field: str, says: s
     assert field.split("[")[0] in error.message
 
 
+@pytest.mark.parametrize("fields", [{"x" * 1_000_000: 1}, {"temperature": "x" * 1_000_000}, {"seed": 10**4000}])
+def test_a_refusal_does_not_send_the_body_back(fields: dict[str, Any]) -> None:
+    error = refused(chat, **fields)
+    assert len(error.message) < 400
+    assert len(error.field or "") < 200
+
+
 def test_values_that_ask_for_nothing_are_accepted() -> None:
     chat(n=1, tools=[], frequency_penalty=0, presence_penalty=0.0, logit_bias=None, response_format={"type": "text"})
     completion(n=1, best_of=1, echo=False, suffix=None, user="someone")
