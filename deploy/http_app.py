@@ -17,6 +17,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -79,6 +80,7 @@ class HttpApi:
         for path, handler in pages.items():
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
+        app.add_exception_handler(RequestValidationError, self.malformed_path)
         app.add_exception_handler(Exception, self.internal_error)
         return app
 
@@ -192,6 +194,12 @@ class HttpApi:
         message = f"{request.method} {request.url.path}: {error.detail}"
         detail = ErrorDetail(message=message, type="invalid_request_error", param=None, code="not_found")
         return _json(ErrorReply(error=detail), error.status_code)
+
+    async def malformed_path(self, request: Request, error: Exception) -> Response:
+        """A page that is no number. Bodies are not FastAPI's to read here."""
+        assert isinstance(error, RequestValidationError)
+        found = error.errors()[0]
+        return _error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))
 
     async def internal_error(self, request: Request, error: Exception) -> Response:
         """A bug in the gateway. The client gets a clear answer; the traceback goes to the log."""
