@@ -136,7 +136,7 @@ class TiersBackMachine(TiersMachine):
 
 
 for machine in (TiersMachine, TiersBackMachine):
-    machine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 TestThrough = TiersMachine.TestCase
 TestBack = TiersBackMachine.TestCase

@@ -326,13 +326,15 @@ def test_pages_survive_a_restart(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("opened", FILES, indirect=True)
-def test_a_smaller_bound_after_a_restart_drops_the_oldest(opened: Open, tmp_path: Path) -> None:
-    put(opened(8), 1, 2, 3, 4)
-    age(tmp_path, 3, 1, 4, 2)
+@pytest.mark.parametrize("order", [(3, 1, 4, 2), (2, 4, 1, 3), (1, 2, 3, 4), (4, 3, 2, 1)])
+def test_a_smaller_bound_after_a_restart_drops_the_oldest(opened: Open, order: tuple[int, ...], tmp_path: Path) -> None:
+    put(opened(8), *order)
+    age(tmp_path, *order)
     store = opened(2)
     assert store.used_bytes <= 2 * FILE_BYTES
-    assert set(have(store, range(5))) <= {4, 2}
-    assert 2 in have(store, range(5))
+    found = have(store, range(5))
+    assert set(found) <= set(order[2:])
+    assert order[3] in found
 
 
 def test_reading_makes_a_file_young(tmp_path: Path) -> None:
@@ -396,7 +398,7 @@ def test_workers_share_an_external_store(tmp_path: Path) -> None:
 
 def test_writers_keep_the_bound_together(tmp_path: Path) -> None:
     writers = [external(tmp_path / "kv", 32) for _ in range(3)]
-    for number in range(300):
+    for number in range(120):
         put(writers[number % 3], number)
         used = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.kv"))
         assert used <= 32 * FILE_BYTES * (1 + 3 / SLACK)
@@ -425,7 +427,7 @@ for turn in range(int(sys.argv[3])):
 
 def test_a_process_reads_while_another_writes_and_trims(tmp_path: Path) -> None:
     """The real thing: another process, the same directory. Whatever is found is whole."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "kv"), "24", "500"]
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "kv"), "24", "250"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as writer:
         try:

@@ -196,6 +196,19 @@ def test_a_store_tells_how_many_pages_were_taken(rig: Make, tmp_path: Path) -> N
     assert one.answer() == PagesStored(job, 0)
 
 
+def test_only_pages_without_a_gap_before_them_count_as_taken(rig: Make) -> None:
+    class Picky(HostStore):
+        def write(self, key: PageKey, data: Bytes, demote: Demote | None = None) -> bool:
+            return key != refused and super().write(key, data, demote)
+
+    refused = key(1)
+    one = rig(Picky(64 * PAGE_BYTES, PAGE_BYTES))
+    job = one.store([0, 1, 2], [1, 2, 3])
+    assert one.answer() == PagesStored(job, 1)
+    job = one.restore([2], [10])
+    assert one.answer() == PagesRestored(job, 1)
+
+
 # --------------------------------------------------------------------------------------------------- order
 
 
