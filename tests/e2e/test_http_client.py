@@ -61,11 +61,10 @@ def test_a_turn_that_is_still_being_answered_is_waited_for() -> None:
         first = client.submit("x", session_id=session, max_tokens=100)
         second = client.submit("xy", session_id=session, max_tokens=100)
         assert (first.result(20).text, second.result(20).text) == (TEXT, TEXT)
-        impatient = Client(served.url, retries=0)
-        with impatient, pytest.raises(RequestError) as refused:
-            running = client.submit("x", session_id=session, max_tokens=100)
-            while not served.worker.submits or served.worker.submits[-1].session_turn < 2:
-                pass
+        running = client.submit("x", session_id=session, max_tokens=100)
+        while served.worker.submits[-1].session_turn < 2:
+            pass
+        with Client(served.url, retries=0) as impatient, pytest.raises(RequestError) as refused:
             impatient.complete("xy", session_id=session)
         assert refused.value.code is ErrorCode.SESSION_BUSY
         assert running.result(20).text == TEXT
