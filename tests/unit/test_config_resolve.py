@@ -107,7 +107,7 @@ def test_the_defaults_are_valid() -> None:
         (["liveness.republish_interval_s=3"], "liveness", "republish_interval_s < dead_after_s"),
         (["liveness.republish_interval_s=0"], "liveness", "0 < republish_interval_s"),
         (["model.max_model_len=2000"], "model.max_model_len", "has 1000 positions"),
-        (["kv.num_pages=10", "model.max_model_len=500"], "model.max_model_len", "holds 160 tokens (raise kv.num_pages)"),
+        (["kv.num_pages=10", "model.max_model_len=500"], "model.max_model_len", "tokens (raise kv.num_pages)"),
         (["kv.pool_bytes=1000"], "kv.pool_bytes", "too small"),
         (["kv.tiers.host_bytes=-1"], "kv.tiers.host_bytes", "cannot be negative"),
         (["kv.tiers.disk_bytes=0"], "kv.tiers.disk_bytes", "must be positive"),

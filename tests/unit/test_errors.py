@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import pickle  # noqa: TID251 - Ray pickles what an actor raises
 
 import pytest
 
