@@ -80,10 +80,10 @@ def test_a_session_holds_its_pages_and_the_cache_cannot_evict_them() -> None:
     answer = turn(rig, 0, prompt_of(21))
     held = sum(one.record.kv_allocated_len for one in rig.decode.core.holdings())
     assert held >= 21 + len(answer) - 1
-    shared = rig.decode.pool.stats().prefix.locked_pages
+    shared = rig.decode.pool.stats().prefix.locked.full
     assert shared == 21 // 4
     rig.decode.pool.clear_cache()
-    assert rig.decode.pool.stats().prefix.locked_pages == shared
+    assert rig.decode.pool.stats().prefix.locked.full == shared
     turn(rig, 1, joined(prompt_of(21), answer, prompt_of(3, 1)))
 
 

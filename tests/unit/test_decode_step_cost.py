@@ -17,7 +17,13 @@ SIZES = (64, 256)
 def overhead_s(running: int, steps: int = 40) -> float:
     """Best time of one next_batch + on_step with `running` requests; the model's time is not in it."""
     engine = decode_engine(
-        pages=running * 24, page_size=16, rows=running, context=512, num_reserved_decode_tokens=0, chunk_tokens=1 << 16
+        pages=running * 24,
+        page_size=16,
+        rows=running,
+        context=512,
+        max_running_requests=running,
+        num_reserved_decode_tokens=0,
+        chunk_tokens=1 << 16,
     )
     core = engine.core
     for number in range(running):
