@@ -109,7 +109,7 @@ class Admission:
         holder = candidate.holder if candidate.slot is None else candidate.slot
         if holder.kv is None:
             demand = pool.demand(candidate.tokens, fill_len, candidate.max_prefix)
-            taken = demand.new_pages + demand.pinned_pages
+            taken = demand.of(pool.main)
         else:
             held = pages_for_tokens(holder.kv.kv_allocated_len, pool.page_size)
             taken = max(0, pages_for_tokens(fill_len, pool.page_size) - held)

@@ -130,8 +130,8 @@ class WorkerProcess:
         memory = runner.memory
         max_context_len = min(config.model.max_model_len or runner.max_positions, runner.max_positions)
         pool = KvPool(
-            memory.main.num_pages,
-            memory.layout.page_size,
+            memory.layout,
+            {component: buffer.num_pages for component, buffer in memory.buffers.items()},
             self._max_rows,
             max_context_len,
             config.kv.prefix_cache,

@@ -1,6 +1,7 @@
 """Who owns which page: `Holding` (what a core says it holds), `Census` (the count per class).
 
-Owns no state. The classes are those of KV_CONTRACT §1; they partition the allocatable pages of a pool at every moment.
+Owns no state. The classes are those of KV_CONTRACT §1; they partition the allocatable pages of a pool, and the slots of
+its recurrent states, at every moment: component by component.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from baton.common.kv.layout import Component
 from baton.common.kv.record import ReqKvInfo
-from baton.common.units import pages_for_tokens, whole_pages
 
 
 class OwnerClass(StrEnum):
@@ -34,7 +35,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Pages per class. `unaccounted` is 0, or there is a bug."""
+    """Pages per class, of one component. `unaccounted` is 0, or there is a bug. The census of a whole pool is that of
+    its first component, with those of the `others` beside it."""
 
     free: int
     request: int
@@ -45,6 +47,8 @@ class Census:
     outgoing: int
     quarantined: int
     total: int
+    component: Component = Component.FULL
+    others: tuple[Census, ...] = ()
 
     @property
     def cached(self) -> int:
@@ -60,34 +64,57 @@ class Census:
 
     @property
     def idle(self) -> bool:
-        """Nothing but free and evictable pages: what a worker must come back to when all requests have ended."""
-        return self.free + self.cached_evictable == self.total
+        """Nothing but free and evictable pages, of any component: what a worker must come back to when all requests
+        have ended."""
+        return self.free + self.cached_evictable == self.total and all(one.idle for one in self.others)
+
+    def by_class(self) -> dict[str, int]:
+        """Of this component, for people and for messages."""
+        return {
+            "total": self.total,
+            "free": self.free,
+            "cached": self.cached_evictable,
+            "cached_locked": self.cached_locked,
+            "request": self.request,
+            "session": self.session,
+            "incoming": self.incoming,
+            "outgoing": self.outgoing,
+            "quarantined": self.quarantined,
+        }
 
     def __str__(self) -> str:
+        what = "slots" if self.component is Component.STATE else "pages"
+        lost = f", {self.unaccounted} UNACCOUNTED" if self.unaccounted else ""
         return (
-            f"{self.total} pages: {self.free} free, {self.cached_evictable} cached, {self.cached_locked} cached+locked,"
-            f" {self.request} request, {self.session} session, {self.incoming} incoming, {self.outgoing} outgoing,"
-            f" {self.quarantined} quarantined" + (f", {self.unaccounted} UNACCOUNTED" if self.unaccounted else "")
+            f"{self.total} {self.component} {what}: {self.free} free, {self.cached_evictable} cached,"
+            f" {self.cached_locked} cached+locked, {self.request} request, {self.session} session,"
+            f" {self.incoming} incoming, {self.outgoing} outgoing, {self.quarantined} quarantined{lost}"
+            + "".join(f"; {one}" for one in self.others)
         )
 
 
 def take_census(
-    holdings: Iterable[Holding], *, page_size: int, total: int, free: int, evictable: int, locked: int
+    component: Component,
+    owned: Iterable[tuple[OwnerClass, int]],
+    *,
+    total: int,
+    free: int,
+    evictable: int,
+    locked: int,
 ) -> Census:
-    """Counts what the records own beyond their protected prefix (which is the tree's) and adds the pool's gauges."""
-    owned = dict.fromkeys(OwnerClass, 0)
-    for holding in holdings:
-        record = holding.record
-        pages = pages_for_tokens(record.kv_allocated_len, page_size)
-        owned[holding.owner_class] += pages - whole_pages(record.cache_protected_len, page_size)
+    """Adds up what the records own beyond their protected prefix (which is the tree's), and the pool's gauges."""
+    sums = dict.fromkeys(OwnerClass, 0)
+    for owner_class, count in owned:
+        sums[owner_class] += count
     return Census(
         free=free,
-        request=owned[OwnerClass.REQUEST],
-        session=owned[OwnerClass.SESSION],
+        request=sums[OwnerClass.REQUEST],
+        session=sums[OwnerClass.SESSION],
         cached_evictable=evictable,
         cached_locked=locked,
-        incoming=owned[OwnerClass.INCOMING],
-        outgoing=owned[OwnerClass.OUTGOING],
-        quarantined=owned[OwnerClass.QUARANTINED],
+        incoming=sums[OwnerClass.INCOMING],
+        outgoing=sums[OwnerClass.OUTGOING],
+        quarantined=sums[OwnerClass.QUARANTINED],
         total=total,
+        component=component,
     )

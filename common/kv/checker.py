@@ -1,11 +1,15 @@
 """`InvariantChecker` proves that a pool's books add up; `who_holds` looks one page up. Owns no state, changes nothing.
 
 What holds after every transition, given every live record exactly once:
- C1 conservation: each allocatable page is free, cached, or in exactly one record's own range; the null page in none.
+ C1 conservation: each allocatable page (or slot) of each component is free, cached, or one record's own; the null page
+    is nobody's.
  C2 each record: 0 <= protected <= committed <= allocated <= row width, protected page-aligned and equal to its lease.
  C3 a record's protected entries are the tree's pages of its lease, so they are cached and locked.
  C4 each taken row belongs to one record, each record has one taken row.
  C5 the tree is whole and its locks are exactly the records' leases.
+ C6 sliding window: what is needed behind `committed` is there, what the eviction cursor has passed is not; no record
+    owns and locks more than it was promised, and the promises add up to what the pool counts, at most all it has.
+ C7 recurrent state: what a record is still to copy its state from is the checkpoint that its lease protects.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ import numpy as np
 
 from baton.common.kv.census import Census, Holding, OwnerClass
 from baton.common.kv.errors import InvariantViolation, OwnershipError
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import I32
-from baton.common.kv.record import ReqKvInfo
+from baton.common.kv.record import NO_COPY
 from baton.common.kv.transitions import Transition
-from baton.common.units import pages_for_tokens, whole_pages
+from baton.common.units import pages_for_tokens
 
 __all__ = ["Census", "Holding", "InvariantChecker", "InvariantViolation", "OwnerClass", "PageOwner", "who_holds"]
 
@@ -31,7 +36,7 @@ __all__ = ["Census", "Holding", "InvariantChecker", "InvariantViolation", "Owner
 class PageOwner:
     """Who holds a page. `since_s` and `history` are known as far back as the pool's transition log reaches."""
 
-    page: int
+    page: int  # or slot
     owner: OwnerClass | Literal["free", "cached", "nobody"]
     owner_id: str  # "" when the owner is not a record
     readers: tuple[str, ...]  # owner ids of the records whose locked prefix contains the page
@@ -39,25 +44,26 @@ class PageOwner:
     history: tuple[Transition, ...]
 
 
-def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding]) -> PageOwner:
-    """ "nobody" is a leak. Raises ValueError for a page that the pool does not have."""
-    if not 1 <= page <= pool.total_pages:
-        raise ValueError(f"page {page}: this pool has pages 1 to {pool.total_pages}")
-    history = () if pool.transitions is None else pool.transitions.of_page(page)
+def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding], component: Component | None = None) -> PageOwner:
+    """Of the pool's first component unless another is named. "nobody" is a leak. Raises ValueError for a page that the
+    pool does not have."""
+    component = component or pool.main
+    total = pool.supply.total(component)
+    if not 1 <= page <= total:
+        raise ValueError(f"{component} page {page}: this pool has pages 1 to {total}")
+    history = () if pool.transitions is None else pool.transitions.of_page(page, component)
     owner: OwnerClass | Literal["free", "cached", "nobody"] = "nobody"
     owner_id = ""
     readers: list[str] = []
-    if pool.allocator.is_free(page):
+    if pool.supply.allocators[component].is_free(page):
         owner = "free"
     for holding in holdings:
-        index = np.flatnonzero(pool.pages_for_row(holding.record, holding.record.kv_allocated_len) == page)
-        if not len(index):
-            continue
-        if index[0] < whole_pages(holding.record.cache_protected_len, pool.page_size):
-            readers.append(holding.owner_id)
-        else:
+        lease = holding.record.prefix_lock
+        if (pool.parts.own_ids(holding.record, component) == page).any():
             owner, owner_id = holding.owner_class, holding.owner_id
-    if owner == "nobody" and any((pages.full == page).any() for pages in pool.prefix.cached_pages()):
+        elif lease is not None and (pool.prefix.pages(lease).of(component) == page).any():
+            readers.append(holding.owner_id)
+    if owner == "nobody" and any((pages.of(component) == page).any() for pages in pool.prefix.cached_pages()):
         owner = "cached"
     since_s = history[-1].at_s if history else None
     return PageOwner(page, owner, owner_id, tuple(readers), since_s, history)
@@ -74,16 +80,19 @@ class InvariantChecker:
             _check_record(pool, holding)
         _check_rows(pool, held)
         evictable, locked = pool.prefix.cached_pages()
-        _check_pages(pool, held, np.concatenate((evictable.full, locked.full)))
+        for component in pool.layout.components:
+            _check_pages(pool, held, component, np.concatenate((evictable.of(component), locked.of(component))))
+        _check_promises(pool, held)
         try:
-            pool.allocator.check()
+            for allocator in pool.supply.allocators.values():
+                allocator.check()
             pool.prefix.check([h.record.prefix_lock for h in held if h.record.prefix_lock is not None])
         except InvariantViolation:
             raise
         except OwnershipError as error:
             raise InvariantViolation(str(error)) from error
         census = pool.census(held)
-        if census.unaccounted:
+        if any(one.unaccounted for one in (census, *census.others)):
             raise InvariantViolation(f"C1: {census}")
         return census
 
@@ -101,14 +110,58 @@ def _check_record(pool: KvPool, holding: Holding) -> None:
             f"C2: {_name(holding)}: {record!r}, lease over {leased} tokens, row width {pool.max_context_len}"
             + _row_history(pool, record.req_pool_idx)
         )
-    if lease is not None:
-        entries = pool.pages_for_row(record, protected)
-        leased_pages = pool.prefix.pages(lease).full
-        if not np.array_equal(entries, leased_pages):
+    _check_protected(pool, holding)
+    _check_window(pool, holding)
+    expected = 0 if lease is None else pool.prefix.pages(lease).state_slot
+    if pool.states is not None and record.state_source not in (NO_COPY, expected):
+        raise InvariantViolation(f"C7: {_name(holding)} would copy state {record.state_source}, not {expected}")
+
+
+def _check_protected(pool: KvPool, holding: Holding) -> None:
+    record = holding.record
+    if record.prefix_lock is None:
+        return
+    leased, protected = pool.prefix.pages(record.prefix_lock), record.cache_protected_len
+    entries = {Component.FULL: pool.parts.full_view(record, 0, protected)}
+    if pool.window is not None:
+        entries[Component.SWA] = pool.window.row(record, 0, protected)
+    for component in pool.layout.paged:
+        ours, theirs = entries[component], leased.of(component)
+        if not np.array_equal(ours, theirs):
             raise InvariantViolation(
-                f"C3: {_name(holding)} reads pages {entries.tolist()}, the tree has {leased_pages.tolist()}"
+                f"C3: {_name(holding)} reads {component} pages {ours.tolist()}, the tree has {theirs.tolist()}"
                 + _row_history(pool, record.req_pool_idx)
             )
+
+
+def _check_window(pool: KvPool, holding: Holding) -> None:
+    window, record = pool.window, holding.record
+    if window is None:
+        return
+    committed, protected = record.kv_committed_len, record.cache_protected_len
+    needed = window.row(record, pool.layout.live_from(committed), committed)
+    passed = window.row(record, window.dead_lo(record), max(record.swa_evicted_seqlen, window.dead_lo(record)))
+    # A row has no pages of its own beyond what is allocated.
+    allocated = pages_for_tokens(record.kv_allocated_len, pool.page_size)
+    beyond = window.rows.view(record.req_pool_idx, allocated, window.rows.max_pages)
+    if not needed.all() or passed.any() or beyond.any():
+        raise InvariantViolation(
+            f"C6: {_name(holding)}: {record!r} has sliding pages {needed.tolist()} behind {committed}, and"
+            f" {passed.tolist()} from {protected} to its cursor {record.swa_evicted_seqlen}"
+            + _row_history(pool, record.req_pool_idx)
+        )
+    held = window.held_pages(record)
+    if held > record.swa_promised:
+        raise InvariantViolation(f"C6: {_name(holding)} holds {held} sliding pages, promised {record.swa_promised}")
+
+
+def _check_promises(pool: KvPool, held: Sequence[Holding]) -> None:
+    if pool.window is None:
+        return
+    promised = sum(one.record.swa_promised for one in held)
+    if promised != pool.window.promised or promised > pool.window.total_pages:
+        counted, total = pool.window.promised, pool.window.total_pages
+        raise InvariantViolation(f"C6: {promised} sliding pages are promised, counted as {counted} of {total}")
 
 
 def _check_rows(pool: KvPool, held: Sequence[Holding]) -> None:
@@ -126,36 +179,29 @@ def _check_rows(pool: KvPool, held: Sequence[Holding]) -> None:
         )
 
 
-def _check_pages(pool: KvPool, held: Sequence[Holding], cached: I32) -> None:
-    own = [_own_pages(pool, holding.record) for holding in held]
-    everything = np.concatenate([pool.allocator.free_page_ids(), cached, *own])
-    counts = np.bincount(everything, minlength=pool.total_pages + 1)
-    expected = np.ones(pool.total_pages + 1, dtype=counts.dtype)
+def _check_pages(pool: KvPool, held: Sequence[Holding], component: Component, cached: I32) -> None:
+    allocator, total = pool.supply.allocators[component], pool.supply.total(component)
+    own = [pool.parts.own_ids(holding.record, component) for holding in held]
+    everything = np.concatenate([allocator.free_page_ids(), cached, *own])
+    counts = np.bincount(everything, minlength=total + 1)
+    expected = np.ones(total + 1, dtype=counts.dtype)
     expected[0] = 0
     if np.array_equal(counts, expected):
         return
     if len(counts) > len(expected):
-        raise InvariantViolation(f"C1: page {len(counts) - 1} is in use; the pool has {pool.total_pages}")
+        raise InvariantViolation(f"C1: {component} page {len(counts) - 1} is in use; the pool has {total}")
     lines = []
     for page in np.flatnonzero(counts != expected)[:8].tolist():
-        owners = ["free"] if pool.allocator.is_free(page) else []
+        owners = ["free"] if allocator.is_free(page) else []
         owners += ["cached"] * int((cached == page).sum())
         owners += [_name(h) for h, pages in zip(held, own, strict=True) for _ in range(int((pages == page).sum()))]
-        lines.append(f"page {page} is owned by {' and by '.join(owners) or 'nobody'}" + _page_history(pool, page))
+        history = "" if pool.transitions is None else _lines(pool.transitions.of_page(page, component))
+        lines.append(f"{component} page {page} is owned by {' and by '.join(owners) or 'nobody'}{history}")
     raise InvariantViolation("C1: " + "\n".join(lines))
-
-
-def _own_pages(pool: KvPool, record: ReqKvInfo) -> I32:
-    first = whole_pages(record.cache_protected_len, pool.page_size)
-    return pool.rows.view(record.req_pool_idx, first, pages_for_tokens(record.kv_allocated_len, pool.page_size))
 
 
 def _name(holding: Holding) -> str:
     return f"{holding.owner_class} {holding.owner_id}"
-
-
-def _page_history(pool: KvPool, page: int) -> str:
-    return "" if pool.transitions is None else _lines(pool.transitions.of_page(page))
 
 
 def _row_history(pool: KvPool, row: int) -> str:

@@ -1,141 +1,102 @@
-"""`KvPool`: allocator, rows and prefix cache of one worker, behind the functions that move ownership.
+"""`KvPool`: the pages, state slots, rows and prefix cache of one worker, behind the functions that move ownership.
 
-The one object an engine core holds for KV. Owns every page of its buffer, by id; never touches the bytes behind them,
-knows no schedule and no clock. Single-threaded: it belongs to the engine thread.
+The one object an engine core holds for KV. Owns every page and slot of its buffers, by id; never touches the bytes
+behind them, knows no schedule and no clock. Single-threaded: it belongs to the engine thread. What is special to one
+component is in `window.SlidingWindow` and `states.StateSlots`; what nobody owns is `supply.Supply`'s.
 
 The lengths of a record are written here and nowhere else, in the same call as the allocation they describe. Every
-function that allocates is all or nothing: on refusal or exception, lock, row and pages are as they were before (cached
-pages that were evicted for it stay evicted).
+function that allocates is all or nothing: on refusal or exception, lock, row, pages and promises are as they were
+before (cached pages that were evicted for it stay evicted, and so do pages that a window had left behind).
 
     token    0            protected          committed           allocated        row width
              |-- tree's pages --|-- own pages, valid --|-- own, undefined --|-- nothing --|
+
+So it is with full attention. Sliding pages are promised for all of this and drawn when a step or a hand-off fills them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import StrEnum
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from baton.common.kv.allocator import PageAllocator
+from baton.common.kv.caching import insert_and_go_on, release
 from baton.common.kv.census import Census, Holding, take_census
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.kv.prefix.configurations import make_prefix_cache
-from baton.common.kv.prefix.interface import I32, GroupPages, PrefixCache, PrefixStats, Span
+from baton.common.kv.parts import PoolParts
+from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, PrefixCache, Span
 from baton.common.kv.prefix.names import PrefixCacheName
-from baton.common.kv.record import KvHolder, ReqKvInfo, take_kv
-from baton.common.kv.release import free_leftovers
-from baton.common.kv.rows import RowTable
+from baton.common.kv.record import KvHolder, ReqKvInfo
+from baton.common.kv.resizing import create, go_back, grow
 from baton.common.kv.transitions import TransitionLog
+from baton.common.kv.verdicts import Demand, Extended, KvStats, PreAllocated, RefusalReason, Refused
 from baton.common.units import page_floor, pages_for_tokens, whole_pages
 
+__all__ = ["Demand", "Extended", "KvPool", "KvStats", "PreAllocated", "RefusalReason", "Refused", "TokenIds"]
+
 TokenIds = I32 | Sequence[int]
-
-
-class RefusalReason(StrEnum):
-    """Why nothing was allocated. Adversity, not a bug."""
-
-    NO_PAGES = "no_pages"  # even after evicting everything evictable
-    NO_ROW = "no_row"
-    TOO_LONG = "too_long"  # longer than a row, or than the whole pool: waiting does not help
-    NO_ROOM_TO_GROW = "no_room_to_grow"  # admission: fits now, but active requests need the room
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Nothing changed. `short_pages` more pages would have been enough (0 when pages were not the reason)."""
-
-    reason: RefusalReason
-    short_pages: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PreAllocated:
-    """The holder owns a record. KV of [0, prefix_len) is valid; that of [prefix_len, fill_len) is to be written into
-    `pages` (a copy). `prefix_len` is page-aligned."""
-
-    prefix_len: int
-    pages: I32
-
-
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """The lengths moved; `new_pages` were allocated for it."""
-
-    new_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a pre-allocation would take now: `new_pages` from the free or evictable ones, and `pinned_pages` that are
-    evictable now and would be locked."""
-
-    prefix_len: int
-    new_pages: int
-    pinned_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class KvStats:
-    """Gauges, and the prefix cache's counters. Conservation: free + evictable + locked + owned == total."""
-
-    total_pages: int
-    free_pages: int
-    free_rows: int
-    total_rows: int
-    prefix: PrefixStats
-
-    @property
-    def owned_pages(self) -> int:
-        """By records: requests and hand-offs."""
-        return self.total_pages - self.free_pages - self.prefix.evictable.full - self.prefix.locked.full
-
 
 _EXTENDED_IN_PLACE = Extended(0)
 _EXTENDED_BY_ONE = Extended(1)
 
 
 class KvPool:
-    """`num_pages` counts the null page, as `KvBuffer.num_pages` does; `max_context_len` is the row width in tokens."""
+    """`num_pages` counts the null page (or slot) of each component, as `KvBuffer.num_pages` does; `max_context_len` is
+    the row width in tokens; `step_tokens` is the most that one step computes of one record. `longest` is the most
+    tokens of one record: what a row and an otherwise empty pool can hold."""
 
     def __init__(
         self,
-        num_pages: int,
-        page_size: int,
+        layout: KvLayout,
+        num_pages: Mapping[Component, int],
         max_rows: int,
         max_context_len: int,
         prefix_cache: PrefixCacheName = "radix",
         transitions: TransitionLog | None = None,
+        step_tokens: int = 512,
     ) -> None:
-        self.page_size = page_size
+        self.layout = layout
+        self.page_size = layout.page_size
         self.max_context_len = max_context_len
-        self.allocator = PageAllocator(num_pages)
-        self.rows = RowTable(max_rows, pages_for_tokens(max_context_len, page_size))
-        self.prefix: PrefixCache = make_prefix_cache(prefix_cache, KvLayout(page_size))
-        self.transitions = transitions
+        self.main = layout.components[0]
+        self.parts = PoolParts(layout, num_pages, max_rows, max_context_len, prefix_cache, transitions, step_tokens)
+        self.supply, self.rows = self.parts.supply, self.parts.rows
+        self.window, self.states = self.parts.window, self.parts.states
+        self.longest = self.parts.longest(max_context_len)
 
     # ------------------------------------------------------------------------------------------ reading
 
     @property
+    def prefix(self) -> PrefixCache:
+        return self.supply.prefix
+
+    @property
+    def transitions(self) -> TransitionLog | None:
+        return self.supply.transitions
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """The main component's, which `total_pages` and the like count."""
+        return self.supply.allocators[self.main]
+
+    @property
     def total_pages(self) -> int:
-        return self.allocator.total_pages
+        return self.supply.total(self.main)
 
     @property
     def free_pages(self) -> int:
-        return self.allocator.free_pages
+        return self.supply.free(self.main)
 
     @property
     def evictable_pages(self) -> int:
-        return self.prefix.evictable.full
+        return self.supply.prefix.evictable.of(self.main)
 
     @property
     def available_pages(self) -> int:
-        """Free now, or after evicting everything evictable."""
-        return self.allocator.free_pages + self.prefix.evictable.full
+        return self.parts.available(self.main)
 
     def match_len(self, tokens: TokenIds) -> int:
         """Length of the cached prefix; page-aligned. Pure, and true only until the next allocation."""
@@ -144,40 +105,80 @@ class KvPool:
     def demand(self, tokens: TokenIds, fill_len: int, max_prefix: int) -> Demand:
         """What `pre_alloc` without a record would take. Pure."""
         match = self.prefix.match_prefix(self._capped(tokens, min(max_prefix, fill_len)))
-        new_pages = pages_for_tokens(fill_len, self.page_size) - whole_pages(match.length, self.page_size)
-        return Demand(match.length, new_pages, self.prefix.evictable_in(match).full)
+        pinned = self.prefix.evictable_in(match)
+        return Demand(
+            prefix_len=match.length,
+            new=GroupCounts(
+                full=self.parts.full_pages(match.length, fill_len),
+                swa=self.parts.needed(Component.SWA, fill_len),
+                state=int(self.layout.state),
+            ),
+            pinned=pinned._replace(swa=0),
+        )
 
     def pages_of(self, record: ReqKvInfo, start_token: int, end_token: int) -> I32:
-        """A copy of the page ids of [start_token, end_token); start is page-aligned. May cross threads."""
+        """A copy of the main component's page ids of [start_token, end_token); start is page-aligned. May cross
+        threads."""
         if start_token % self.page_size or not 0 <= start_token <= end_token <= record.kv_allocated_len:
             raise OwnershipError(f"tokens [{start_token}, {end_token}) of {record!r}")
         first, end = whole_pages(start_token, self.page_size), pages_for_tokens(end_token, self.page_size)
         return self.rows.view(record.req_pool_idx, first, end).copy()
 
     def pages_for_row(self, record: ReqKvInfo, length: int) -> I32:
-        """A read-only view of the page ids of [0, length), for packing a batch: valid until the record changes."""
+        """A read-only view of the main component's page ids of [0, length), for packing a batch: valid until the record
+        changes. Empty for a model without pages."""
         if length > record.kv_allocated_len:
             raise OwnershipError(f"{length} tokens of {record!r}")
+        if self.main is Component.STATE:
+            return NO_IDS
         return self.rows.view(record.req_pool_idx, 0, pages_for_tokens(length, self.page_size))
 
+    def swa_pages_for_row(self, record: ReqKvInfo, length: int) -> I32 | None:
+        """The same of the sliding window where it is not the main component; else None."""
+        if self.window is None or not self.layout.full:
+            return None
+        return self.window.row(record, 0, length)
+
+    def pages_to_send(self, record: ReqKvInfo, component: Component, start: int, end: int) -> I32:
+        """A copy of what a peer that has [0, start) reads of [start, end), all of it committed. May cross threads."""
+        if end > record.kv_committed_len:
+            raise OwnershipError(f"tokens until {end} of {record!r} are to be sent")
+        match component:
+            case Component.FULL:
+                return self.pages_of(record, start, end)
+            case Component.SWA:
+                assert self.window is not None
+                return self.window.row(record, max(start, self.layout.live_from(end)), end).copy()
+            case Component.STATE:
+                assert self.states is not None
+                return np.array([self.states.readable(record)], dtype=np.int32)
+
     def stats(self) -> KvStats:
+        total, free = self.supply.counts()
         return KvStats(
-            total_pages=self.total_pages,
-            free_pages=self.free_pages,
+            total=total,
+            free=free,
+            promised=self.window.promised if self.window is not None else 0,
             free_rows=self.rows.free_rows,
             total_rows=self.rows.max_rows,
             prefix=self.prefix.stats(),
         )
 
     def census(self, holdings: Iterable[Holding]) -> Census:
-        """Pages per owner class. `holdings` must name every live record once."""
+        """Pages per owner class of the main component; with those of the others. `holdings` must name every live record
+        once."""
+        held = list(holdings)
+        first, *others = [self._census_of(component, held) for component in self.layout.components]
+        return dataclasses.replace(first, others=tuple(others))
+
+    def _census_of(self, component: Component, held: Iterable[Holding]) -> Census:
         return take_census(
-            holdings,
-            page_size=self.page_size,
-            total=self.total_pages,
-            free=self.free_pages,
-            evictable=self.prefix.evictable.full,
-            locked=self.prefix.locked.full,
+            component,
+            [(one.owner_class, len(self.parts.own_ids(one.record, component))) for one in held],
+            total=self.supply.total(component),
+            free=self.supply.free(component),
+            evictable=self.prefix.evictable.of(component),
+            locked=self.prefix.locked.of(component),
         )
 
     # --------------------------------------------------------------- allocation: the only writers of lengths
@@ -191,21 +192,22 @@ class KvPool:
         least one token is computed), takes a row and creates the record; the start is the prefix length. Later: the
         start is what was committed before.
         """
-        if new_len > self._longest:
+        if new_len > self.longest:
             return Refused(RefusalReason.TOO_LONG)
         record = holder.kv
         if record is None:
             cap = new_len - 1 if max_prefix is None else min(max_prefix, new_len)
-            made = self._create(holder, self._capped(tokens, cap), new_len, committed=new_len)
+            made = create(self.parts, holder, self._capped(tokens, cap), new_len, committed=new_len)
             return made if isinstance(made, Refused) else made.prefix_len
         start = record.kv_committed_len
         if new_len < start:
             raise OwnershipError(f"cannot extend {record!r} back to {new_len}")
-        grown = self._grow(record, max(new_len, record.kv_allocated_len), committed=new_len)
+        grown = grow(self.parts, record, max(new_len, record.kv_allocated_len), new_len, draw=Span(start, new_len))
         return grown if isinstance(grown, Refused) else start
 
     def prepare_for_decode(self, holder: KvHolder, n: int = 1) -> Extended | Refused:
-        """Makes room for `n` more tokens: committed += n, allocated += n. Called once per running request and step."""
+        """Makes room for `n` more tokens: committed += n, allocated += n. Called once per running request and step,
+        when its step before is over."""
         record = _owned(holder)
         old = record.kv_allocated_len
         new = old + n
@@ -214,42 +216,120 @@ class KvPool:
             record.kv_allocated_len = new
             record.kv_committed_len += n
             return _EXTENDED_IN_PLACE
-        if new > self._longest:
+        if new > self.longest:
             return Refused(RefusalReason.TOO_LONG)
-        grown = self._grow(record, new, committed=record.kv_committed_len + n)
+        grown = grow(self.parts, record, new, record.kv_committed_len + n, draw=Span(old, new))
         if isinstance(grown, Refused):
             return grown
-        return _EXTENDED_BY_ONE if pages == 1 else Extended(pages)
+        return _EXTENDED_BY_ONE if len(grown) == 1 else Extended(len(grown))
+
+    def prepare_chunk(self, record: ReqKvInfo, end: int) -> None:
+        """A step is going to compute [committed, end) of what is promised: the pages for it are there afterwards. The
+        record's step before is over: what its window has left behind is freed."""
+        if not record.kv_committed_len <= end <= record.kv_allocated_len:
+            raise OwnershipError(f"a chunk until {end} of {record!r}")
+        if self.window is not None:
+            self.window.draw(record, record.kv_committed_len, record.kv_committed_len, end)
 
     def pre_alloc(self, holder: KvHolder, tokens: TokenIds, fill_len: int, max_prefix: int) -> PreAllocated | Refused:
         """Promises pages for [0, fill_len) before a byte is transferred: locks the cached prefix of `tokens`, at most
         `max_prefix` of it, takes a row, creates the record and allocates the rest. Committed is the prefix.
 
         A holder that has a record already grows or shrinks to `fill_len`; of what it has committed, at most
-        `max_prefix` counts as the prefix (never less than what is the tree's).
+        `max_prefix` counts as the prefix (never less than what is the tree's): a length that it `can_go_back` to.
         """
-        if fill_len > self._longest:
+        if fill_len > self.longest:
             return Refused(RefusalReason.TOO_LONG)
         record = holder.kv
         if record is None:
-            return self._create(holder, self._capped(tokens, min(max_prefix, fill_len)), fill_len, committed=None)
+            return create(self.parts, holder, self._capped(tokens, min(max_prefix, fill_len)), fill_len, committed=None)
         committed = min(record.kv_committed_len, max_prefix, fill_len)
-        if committed < record.cache_protected_len:
+        if not self.can_go_back(record, committed):
             raise OwnershipError(f"{record!r} cannot go back to {committed} tokens")
         start = page_floor(committed, self.page_size)
-        promised = self.pages_of(record, start, min(record.kv_allocated_len, fill_len))
-        if fill_len < record.kv_allocated_len:
-            self._shrink(record, fill_len, committed)
-        grown = self._grow(record, fill_len, committed)
+        promised = self.parts.full_view(record, start, min(record.kv_allocated_len, fill_len)).copy()
+        grown = grow(self.parts, record, max(fill_len, record.kv_allocated_len), record.kv_committed_len, draw=None)
         if isinstance(grown, Refused):
             return grown
+        if committed < record.kv_committed_len or fill_len < record.kv_allocated_len:
+            go_back(self.parts, record, committed, fill_len)
         return PreAllocated(start, np.concatenate((promised, grown)))
 
+    def can_go_back(self, record: ReqKvInfo, length: int) -> bool:
+        """Whether computing can go on from `length` tokens of what the record has: not below what is the tree's, not
+        where its window has passed, and a recurrent state is only that of where it stands, or a checkpoint's."""
+        protected, committed = record.cache_protected_len, record.kv_committed_len
+        if not protected <= length <= committed:
+            return False
+        if length in (protected, committed):
+            return True
+        return self.states is None and (self.window is None or self.window.is_live(record, length))
+
+    def open_incoming(self, record: ReqKvInfo, start: int) -> dict[Component, I32]:
+        """What a hand-off of tokens [start, allocated) will write, by component (copies). Until it has ended, by
+        `commit_incoming` or `abandon_incoming`, all of it is the hand-off's.
+
+        Where layers slide or recur, what landed is only good as a whole, and replaces what they kept before: until
+        then nothing above the tree's prefix counts as committed.
+        """
+        total = record.kv_allocated_len
+        if start % self.page_size or not record.cache_protected_len <= start <= record.kv_committed_len:
+            raise OwnershipError(f"a hand-off from {start} for {record!r}")
+        pages: dict[Component, I32] = {}
+        if self.layout.full:
+            pages[Component.FULL] = self.pages_of(record, start, total)
+        first = max(start, self.layout.live_from(total))
+        if self.window is not None and first < total:
+            self.window.draw(record, total, first, total)
+            pages[Component.SWA] = self.window.row(record, first, total).copy()
+        if self.states is not None:
+            pages[Component.STATE] = self.parts.own_ids(record, Component.STATE)
+            self.states.start_over(record)
+        if not self.lands_in_part:
+            record.kv_committed_len = record.cache_protected_len
+        return pages
+
+    def checkpoint_at(self, length: int) -> int:
+        """Where a chunk on the way to `length` tokens should end, so that others can go on from a checkpoint there and
+        still compute a token; `length` when no checkpoint is kept."""
+        if self.states is None or not self.parts.sharing:
+            return length
+        return page_floor(length - 1, self.page_size)
+
+    def settled_until(self, record: ReqKvInfo) -> int:
+        """The pages of full attention until here stay in the row, whatever is cached from now on: they may be lent."""
+        committed = page_floor(record.kv_committed_len, self.page_size)
+        return record.cache_protected_len if self.parts.sharing else committed
+
+    @property
+    def lands_in_part(self) -> bool:
+        """Whether the beginning of what a hand-off moves is worth something without the rest."""
+        return self.window is None and self.states is None
+
     def commit_incoming(self, record: ReqKvInfo, landed_until: int) -> None:
-        """The bytes of [0, landed_until) are in the record's pages and verified: committed advances to there."""
+        """KV of [0, landed_until) is in the record's pages, computed or verified: committed advances to there."""
         if not record.kv_committed_len <= landed_until <= record.kv_allocated_len:
             raise OwnershipError(f"bytes landed until {landed_until} for {record!r}")
+        if self.states is not None and landed_until > record.kv_committed_len:
+            self.states.written(record)
         record.kv_committed_len = landed_until
+
+    def abandon_incoming(self, record: ReqKvInfo) -> None:
+        """The hand-off has ended, and nothing counts that was not committed."""
+        if self.window is not None:
+            self.window.free_from(record, record.kv_committed_len)
+
+    def take_state_copies(self, records: Iterable[ReqKvInfo]) -> I32 | None:
+        """`Batch.state_copies` of a step over these records: it is planned now, and will be computed."""
+        if self.states is None:
+            return None
+        copies = [copy for record in records if (copy := self.states.take_copy(record)) is not None]
+        return np.array(copies, dtype=np.int32) if copies else None
+
+    def free_swa_out_of_window_slots(self, record: ReqKvInfo, pre_len: int) -> int:
+        """Frees the record's sliding pages that no query from position `pre_len` on sees, and that no launched step
+        reads. What plans a step or opens a hand-off does so by itself. Returns how many."""
+        return 0 if self.window is None else self.window.free_out_of_window(record, pre_len)
 
     # ------------------------------------------------------------------------------- caching and releasing
 
@@ -263,27 +343,11 @@ class KvPool:
         self, holder: KvHolder, tokens: TokenIds, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """Offers the KV of tokens[:kv_len_to_handle] to the tree, moves protected and lock over what it keeps, and
-        frees the duplicates. The record stays whole: the rest is its own until `release_kv_cache`."""
+        frees the duplicates. The record stays whole: the rest is its own until `release_kv_cache`. Its state goes along
+        when it is that of this very length, a whole number of pages, and there is a slot to go on in."""
         record = _owned(holder)
-        if not is_insert:
-            return
-        start = record.cache_protected_len
-        if not start <= kv_len_to_handle <= min(record.kv_committed_len, len(tokens)):
-            raise OwnershipError(f"cannot insert {kv_len_to_handle} of {len(tokens)} tokens for {record!r}")
-        row, first = record.req_pool_idx, whole_pages(start, self.page_size)
-        entries = self.rows.view(row, 0, pages_for_tokens(kv_len_to_handle, self.page_size)).copy()
-        given = GroupPages(full=entries[first:])
-        kept = self.prefix.insert(record.prefix_lock, _as_array(tokens)[:kv_len_to_handle], given)
-        record.prefix_lock = kept.lease
-        if kept.lease is None or kept.lease.length == start:
-            return
-        record.cache_protected_len = kept.lease.length
-        self.rows.write(row, first, kept.pages.full)
-        known = Span(start, start + len(kept.duplicate.full) * self.page_size)
-        freed = free_leftovers(self.allocator, entries, [known], self.page_size)
-        if self.transitions is not None:
-            self.transitions.record("duplicate -> free", freed, row)
-            self.transitions.record("row -> cached", kept.taken.full, row)
+        if is_insert:
+            insert_and_go_on(self.parts, record, _as_array(tokens), kv_len_to_handle)
 
     def release_kv_cache(
         self, holder: KvHolder, tokens: TokenIds, is_insert: bool = True, *, effective_len: int | None = None
@@ -298,111 +362,23 @@ class KvPool:
         self._assert_consistent(record)
         effective = record.kv_committed_len if effective_len is None else effective_len
         effective = max(effective, record.cache_protected_len)
-        self.cache_finished_req(holder, tokens, is_insert, kv_len_to_handle=effective)
-        record = take_kv(holder)
-        row, allocated = record.req_pool_idx, record.kv_allocated_len
-        entries = self.rows.view(row, 0, pages_for_tokens(allocated, self.page_size))
-        leftovers = [Span(record.cache_protected_len, effective), Span(effective, allocated)]
-        freed = free_leftovers(self.allocator, entries, leftovers, self.page_size)
-        if record.prefix_lock is not None:
-            self.prefix.unlock(record.prefix_lock)
-        self.rows.release(row)
-        record.retire("released")
-        if self.transitions is not None:
-            self.transitions.record("row -> free", freed, row)
+        release(self.parts, holder, record, _as_array(tokens) if is_insert else None, effective)
 
     def evict(self, n: int) -> int:
-        """Frees at most `n` cached pages, least recently used first. Returns how many."""
-        pages = self.prefix.evict(Component.FULL, n).full
-        self.allocator.free(pages)
-        if self.transitions is not None:
-            self.transitions.record("cached -> free", pages, None)
-        return len(pages)
+        """Frees at most `n` cached pages of the main component, least recently used first. Returns how many."""
+        return self.supply.evict(self.main, n)
 
     def clear_cache(self) -> int:
-        """Frees every cached page that nobody reads. Returns how many."""
-        return self.evict(self.prefix.evictable.full)
+        """Frees everything cached that nobody reads. Returns how many pages of the main component."""
+        before = self.evictable_pages
+        for component in self.layout.components:
+            self.supply.evict(component, self.prefix.evictable.of(component))
+        return before
 
     # ------------------------------------------------------------------------------------------ inside
 
-    @property
-    def _longest(self) -> int:
-        return min(self.max_context_len, self.total_pages * self.page_size)
-
     def _capped(self, tokens: TokenIds, most: int) -> I32:
         return _as_array(tokens)[: max(0, page_floor(most, self.page_size))]
-
-    def _create(
-        self, holder: KvHolder, prefix_tokens: I32, allocated: int, committed: int | None
-    ) -> PreAllocated | Refused:
-        """Lock, row, pages, record: in this order, and backwards when one of them fails. `committed` None: prefix."""
-        with ExitStack() as undo:
-            lease = self.prefix.lock(self.prefix.match_prefix(prefix_tokens))
-            if lease is not None:
-                undo.callback(self.prefix.unlock, lease)
-            prefix_len = 0 if lease is None else lease.length
-            row = self.rows.acquire()
-            if row is None:
-                return Refused(RefusalReason.NO_ROW)
-            undo.callback(self.rows.release, row)
-            prefix_pages = whole_pages(prefix_len, self.page_size)
-            pages = self._obtain(pages_for_tokens(allocated, self.page_size) - prefix_pages)
-            if isinstance(pages, Refused):
-                return pages
-            undo.callback(self.allocator.free, pages)
-            if lease is not None:
-                self.rows.write(row, 0, self.prefix.pages(lease).full)
-            self.rows.write(row, prefix_pages, pages)
-            if self.transitions is not None:
-                self.transitions.record("free -> row", pages, row)
-            holder.kv = ReqKvInfo(
-                req_pool_idx=row,
-                cache_protected_len=prefix_len,
-                kv_committed_len=prefix_len if committed is None else committed,
-                kv_allocated_len=allocated,
-                prefix_lock=lease,
-            )
-            undo.pop_all()
-            return PreAllocated(prefix_len, pages)
-
-    def _grow(self, record: ReqKvInfo, allocated: int, committed: int) -> I32 | Refused:
-        """The new pages, in the row; both lengths are set with them."""
-        have = pages_for_tokens(record.kv_allocated_len, self.page_size)
-        pages = self._obtain(pages_for_tokens(allocated, self.page_size) - have)
-        if isinstance(pages, Refused):
-            return pages
-        try:
-            self.rows.write(record.req_pool_idx, have, pages)
-            if self.transitions is not None:
-                self.transitions.record("free -> row", pages, record.req_pool_idx)
-        except BaseException:
-            self.allocator.free(pages)
-            raise
-        record.kv_allocated_len = allocated
-        record.kv_committed_len = committed
-        return pages
-
-    def _shrink(self, record: ReqKvInfo, allocated: int, committed: int) -> None:
-        """Frees the pages that lie wholly beyond `allocated`."""
-        row, keep = record.req_pool_idx, pages_for_tokens(allocated, self.page_size)
-        extra = self.rows.view(row, keep, pages_for_tokens(record.kv_allocated_len, self.page_size)).copy()
-        record.kv_allocated_len = allocated
-        record.kv_committed_len = committed
-        self.rows.write(row, keep, np.zeros_like(extra))
-        self.allocator.free(extra)
-        if self.transitions is not None:
-            self.transitions.record("row -> free", extra, row)
-
-    def _obtain(self, count: int) -> I32 | Refused:
-        """Evicts exactly the shortfall, and only when that is enough."""
-        short = count - self.allocator.free_pages
-        if short > 0:
-            if short > self.prefix.evictable.full:
-                return Refused(RefusalReason.NO_PAGES, short - self.prefix.evictable.full)
-            self.evict(short)
-        pages = self.allocator.allocate(count)
-        assert pages is not None, f"{count} pages are missing right after they were made free"
-        return pages
 
     def _assert_consistent(self, record: ReqKvInfo) -> None:
         protected = record.cache_protected_len

@@ -19,8 +19,14 @@ _FIELDS = (
     "kv_allocated_len",
     "swa_evict_floor",
     "swa_evicted_seqlen",
+    "swa_promised",
+    "state_slot",
+    "state_source",
     "prefix_lock",
 )
+
+NO_COPY = -1
+"""As `state_source`: the state is in the record's own slot."""
 
 
 @final
@@ -28,7 +34,8 @@ class ReqKvInfo:
     """0 <= cache_protected_len <= kv_committed_len <= kv_allocated_len <= row width.
 
     [0, protected) lies in the tree's pages, read under `prefix_lock`; [protected, allocated), rounded up to a page, in
-    pages of its own. Content is valid below committed.
+    pages of its own. Content is valid below committed. Of a sliding window that is so for the pages from
+    `KvLayout.live_from(committed)` on, of a recurrent state for the one at committed.
     """
 
     __slots__ = (*_FIELDS, "_gone")
@@ -37,8 +44,11 @@ class ReqKvInfo:
     cache_protected_len: int  # tokens; page-aligned
     kv_committed_len: int
     kv_allocated_len: int
-    swa_evict_floor: int
-    swa_evicted_seqlen: int
+    swa_evict_floor: int  # the window frees nothing below it
+    swa_evicted_seqlen: int  # own sliding pages below it (and above what is the tree's) have been freed
+    swa_promised: int  # most sliding pages that it may own and lock at one time
+    state_slot: int  # its own slot of the recurrent state; 0 for models without one
+    state_source: int  # slot (0: zeros) that the next step must copy into its own first, or NO_COPY
     prefix_lock: PrefixLease | None
     _gone: str  # set only when the record was moved or released; then the other fields no longer exist
 
@@ -52,6 +62,9 @@ class ReqKvInfo:
         prefix_lock: PrefixLease | None,
         swa_evict_floor: int = 0,
         swa_evicted_seqlen: int = 0,
+        swa_promised: int = 0,
+        state_slot: int = 0,
+        state_source: int = NO_COPY,
     ) -> None:
         self.req_pool_idx = req_pool_idx
         self.cache_protected_len = cache_protected_len
@@ -59,6 +72,9 @@ class ReqKvInfo:
         self.kv_allocated_len = kv_allocated_len
         self.swa_evict_floor = swa_evict_floor
         self.swa_evicted_seqlen = swa_evicted_seqlen
+        self.swa_promised = swa_promised
+        self.state_slot = state_slot
+        self.state_source = state_source
         self.prefix_lock = prefix_lock
 
     @property

@@ -1,6 +1,7 @@
 """`RowTable`: the map from (row, page index) to page id, one row per record. Owns the rows; never a page.
 
-Invariant: a row is free, or belongs to one record. The entries of a free row are the null page.
+Invariant: a row is free, or belongs to one record. The entries of a free row are the null page. A record with pages in
+two pools has the same row in two tables (`beside`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ class RowTable:
         self._readable.flags.writeable = False
         self._free = list(range(max_rows - 1, -1, -1))
         self._taken = [False] * max_rows
+        self._beside: list[RowTable] = []
+
+    def beside(self) -> RowTable:
+        """A second table of the same rows: taken and released with this one."""
+        other = RowTable(self.max_rows, self.max_pages)
+        other._free, other._taken = self._free, self._taken
+        self._beside.append(other)
+        return other
 
     @property
     def free_rows(self) -> int:
@@ -40,7 +49,8 @@ class RowTable:
     def release(self, row: int) -> None:
         """Raises OwnershipError when the row is not taken."""
         self._own(row)
-        self._table[row] = 0
+        for table in (self, *self._beside):
+            table._table[row] = 0
         self._taken[row] = False
         self._free.append(row)
 

@@ -20,7 +20,7 @@ from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.ids import CONTROLLER, Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.checker import InvariantChecker
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     PROTOCOL_VERSION,
@@ -187,7 +187,11 @@ class WorkerProcess(MemberProcess):
         settings = world.settings
         pages = settings.prefill_pages if role == "prefill" else settings.decode_pages
         self.pool = KvPool(
-            pages + 1, settings.page_size, settings.rows, settings.max_context_len, settings.prefix_cache
+            KvLayout(settings.page_size),
+            {Component.FULL: pages + 1},
+            settings.rows,
+            settings.max_context_len,
+            settings.prefix_cache,
         )
         self.runner: FakeRunner = fake_runner(
             pages + 1, settings.page_size, max_positions=settings.max_context_len, cost=settings.step

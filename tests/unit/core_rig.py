@@ -17,7 +17,7 @@ from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     Body,
@@ -75,7 +75,7 @@ class Engine:
     def __init__(
         self, make: Callable[[KvPool], EngineCore], pages: int, page_size: int, rows: int, context: int
     ) -> None:
-        self.pool = KvPool(pages + 1, page_size, rows, context)
+        self.pool = KvPool(KvLayout(page_size), {Component.FULL: pages + 1}, rows, context)
         self.core = make(self.pool)
         self.runner: FakeRunner = fake_runner(pages + 1, page_size, max_positions=context, cost=StepCost(0.01))
         self.now = 0.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.common.ids import RequestId
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.record import ReqKvInfo
 from baton.common.units import pages_for_tokens
@@ -49,7 +50,7 @@ def active(admitted: Candidate, running: bool = True) -> ActiveRequest:
 
 
 def make(pages: int, reserved_tokens: int, rows: int = 64) -> tuple[KvPool, Admission]:
-    pool = KvPool(pages + 1, 4, rows, 4096)
+    pool = KvPool(KvLayout(4), {Component.FULL: pages + 1}, rows, 4096)
     return pool, Admission(pool, reserved_tokens, max_active=pool.rows.max_rows)
 
 

@@ -8,6 +8,7 @@ import pytest
 from baton.common.clock import VirtualClock
 from baton.common.kv.census import Census, Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker, InvariantViolation, who_holds
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated
 from baton.common.kv.record import ReqKvInfo, take_kv
 from baton.common.kv.transitions import TransitionLog
@@ -24,7 +25,7 @@ class World:
 
     def __init__(self) -> None:
         self.clock = VirtualClock(100.0)
-        self.pool = KvPool(21, 4, 4, 64, "radix", TransitionLog(self.clock))
+        self.pool = KvPool(KvLayout(4), {Component.FULL: 21}, 4, 64, "radix", TransitionLog(self.clock))
         warm, self.a, self.b = Holder(), Holder(), Holder()
         self.pool.prepare_for_extend(warm, list(range(12)), 12)
         self.pool.release_kv_cache(warm, list(range(12)))
@@ -121,7 +122,7 @@ def test_lengths_out_of_order_are_found() -> None:
 def test_a_prefix_that_is_not_the_trees_is_found() -> None:
     world = World()
     world.pool.rows.write(world.record().req_pool_idx, 0, world.pool.pages_of(world.record(), 8, 12))
-    assert "C3: request a reads pages" in world.violation()
+    assert "C3: request a reads full pages" in world.violation()
 
 
 def test_a_record_nobody_reports_and_one_reported_twice_are_found() -> None:
@@ -171,6 +172,6 @@ def test_the_transition_log_is_bounded_and_optional() -> None:
     log.record("free -> row", np.array([], dtype=np.int32), 9)
     assert [entry.row for entry in log.of_page(2)] == [2, 3, 4]
     assert [entry.number for entry in log.of_row(4)] == [4]
-    pool, holder = KvPool(5, 4, 1, 16), Holder()
+    pool, holder = KvPool(KvLayout(4), {Component.FULL: 5}, 1, 16), Holder()
     pool.prepare_for_extend(holder, [1], 1)
     assert who_holds(pool, int(pool.pages_of(holder.kv, 0, 1)[0]), []).since_s is None  # type: ignore[arg-type]

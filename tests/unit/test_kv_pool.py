@@ -10,6 +10,7 @@ from baton.common.clock import VirtualClock
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.errors import OwnershipError
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import Extended, KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.record import ReqKvInfo, take_kv
 from baton.common.kv.transitions import TransitionLog
@@ -21,7 +22,8 @@ class Holder:
 
 
 def make_pool(num_pages: int = 21, page_size: int = 4, rows: int = 4, width: int = 64, cache: str = "radix") -> KvPool:
-    return KvPool(num_pages, page_size, rows, width, cache, TransitionLog(VirtualClock()))  # type: ignore[arg-type]
+    log = TransitionLog(VirtualClock())
+    return KvPool(KvLayout(page_size), {Component.FULL: num_pages}, rows, width, cache, log)  # type: ignore[arg-type]
 
 
 def check(pool: KvPool, *holders: Holder, owner_class: OwnerClass = OwnerClass.REQUEST) -> None:
@@ -110,19 +112,22 @@ def test_an_exception_at_any_step_undoes_the_earlier_ones(name: str) -> None:
     has_record, operation = OPERATIONS[name]
     for step in range(100):
         pool, holder, other = prepared(has_record)
-        real = pool.prefix, pool.rows, pool.allocator, pool.transitions
+        supply, rows = pool.supply, pool.parts.rows
+        real = supply.prefix, dict(supply.allocators), supply.transitions
         before = snapshot(pool, holder)
         budget = Budget(step)
-        pool.prefix, pool.rows, pool.allocator, pool.transitions = (  # type: ignore[assignment]
-            Saboteur(part, budget) for part in real
-        )
+        supply.prefix = Saboteur(supply.prefix, budget)  # type: ignore[assignment]
+        supply.transitions = Saboteur(supply.transitions, budget)  # type: ignore[assignment]
+        pool.parts.rows = Saboteur(rows, budget)  # type: ignore[assignment]
+        supply.allocators = {name: Saboteur(one, budget) for name, one in real[1].items()}  # type: ignore[misc]
         try:
             operation(pool, holder)
         except InjectedError:
             failed = True
         else:
             failed = False
-        pool.prefix, pool.rows, pool.allocator, pool.transitions = real
+        supply.prefix, supply.allocators, supply.transitions = real
+        pool.parts.rows = rows
         check(pool, holder, other)
         if not failed:
             assert step >= 4, "the operation has fewer steps than this test believes"

@@ -22,6 +22,9 @@ LENGTHS = {
     "prefix_lock",
     "swa_evict_floor",
     "swa_evicted_seqlen",
+    "swa_promised",
+    "state_slot",
+    "state_source",
 }
 
 
@@ -122,16 +125,31 @@ def test_lengths_are_written_only_by_the_allocation_functions() -> None:
                 writers[path.relative_to(ROOT).as_posix()] = found
     assert writers.pop("common/kv/record.py") == {("__init__", name) for name in LENGTHS} | {("take", "new")}
     assert writers == {
+        "common/kv/resizing.py": {
+            ("create", "new"),
+            ("grow", "kv_allocated_len"),
+            ("grow", "kv_committed_len"),
+            ("go_back", "kv_allocated_len"),
+            ("go_back", "kv_committed_len"),
+        },
         "common/kv/pool.py": {
-            ("_create", "new"),
-            ("_grow", "kv_allocated_len"),
-            ("_grow", "kv_committed_len"),
-            ("_shrink", "kv_allocated_len"),
-            ("_shrink", "kv_committed_len"),
             ("prepare_for_decode", "kv_allocated_len"),
             ("prepare_for_decode", "kv_committed_len"),
+            ("open_incoming", "kv_committed_len"),
             ("commit_incoming", "kv_committed_len"),
-            ("cache_finished_req", "cache_protected_len"),
-            ("cache_finished_req", "prefix_lock"),
-        }
+        },
+        "common/kv/caching.py": {("_insert", "cache_protected_len"), ("_insert", "prefix_lock")},
+        "common/kv/window.py": {
+            ("promise_for", "swa_promised"),
+            ("release", "swa_promised"),
+            ("free_below", "swa_evicted_seqlen"),
+            ("free_from", "swa_evicted_seqlen"),
+        },
+        "common/kv/states.py": {
+            ("start_over", "state_source"),
+            ("written", "state_source"),
+            ("take_copy", "state_source"),
+            ("fork", "state_source"),
+            ("fork", "state_slot"),
+        },
     }

@@ -105,7 +105,7 @@ def test_equal_prompts_in_flight_share_what_was_computed_first() -> None:
     effects += engine.handle(offer(2, prompt_of(32)))
     finish(engine, effects)
     assert sum(batch.num_tokens for batch in engine.batches) < 64
-    assert engine.pool.stats().owned_pages <= 1
+    assert engine.pool.stats().owned.full <= 1
 
 
 def test_one_budget_over_several_rows() -> None:

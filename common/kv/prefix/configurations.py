@@ -61,6 +61,10 @@ def make_prefix_cache(name: PrefixCacheName, layout: KvLayout) -> PrefixCache:
             return ChunkCache()
 
 
+def shares_prefixes(name: PrefixCacheName) -> bool:
+    return CONFIGURATIONS[name].kind is CacheKind.RADIX
+
+
 def _check_fits(name: PrefixCacheName, configuration: Configuration, layout: KvLayout) -> None:
     have = frozenset(layout.components)
     wrong = [
