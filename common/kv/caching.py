@@ -17,8 +17,8 @@ from baton.common.units import whole_pages
 
 
 def insert_and_go_on(parts: PoolParts, record: ReqKvInfo, tokens: I32, length: int) -> None:
-    """Offers the KV of tokens[:length] to the tree; the record stays whole. Its state goes along when there is a slot to
-    go on in: then the tree has the record's, and its next step begins by copying that."""
+    """Offers the KV of tokens[:length] to the tree; the record stays whole. Its state goes along when there is a spare
+    slot: then the tree has the record's own, and the record's next step begins by copying that."""
     states = parts.states
     state = _state_to_offer(parts, record, length)
     spare = states.spare() if states is not None and len(state) else 0
