@@ -25,7 +25,7 @@ from baton.common.kv.prefix.tree import UnifiedRadixCache
 Prefix = tuple[int, ...]
 
 # Pages of tokens differ in their last token only, so that comparing has to look all the way; a tail fills no page.
-page_symbols = st.lists(st.integers(0, 2), max_size=7)
+page_symbols = st.lists(st.integers(0, 1), max_size=7)
 tails = st.integers(0, 15) | st.just(0)
 
 
@@ -155,7 +155,17 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.remembered)
     @rule(data=st.data())
     def lock(self, data: st.DataObject) -> None:
-        memory = self.remembered.pop(data.draw(st.integers(0, len(self.remembered) - 1)))
+        self.do_lock(self.remembered.pop(data.draw(st.integers(0, len(self.remembered) - 1))))
+
+    @precondition(lambda self: any(self.cache.evictable))
+    @rule(symbols=page_symbols, data=st.data(), count=st.integers(1, 4))
+    def lock_too_late(self, symbols: list[int], data: st.DataObject, count: int) -> None:
+        self.match(symbols, 0)
+        self.evict(data, count)
+        if self.remembered:
+            self.do_lock(self.remembered.pop())
+
+    def do_lock(self, memory: Remembered) -> None:
         lease = self.cache.lock(memory.match)
         if lease is None:
             assert memory.eviction_since
@@ -167,7 +177,9 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def unlock(self, data: st.DataObject) -> None:
-        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.do_unlock(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    def do_unlock(self, held: Held) -> None:
         self.cache.unlock(held.lease)
         self.uses += 1
         for component, parts in self.needs(held.prefix).items():
@@ -179,7 +191,28 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(symbols=page_symbols, tail=tails, dead=st.integers(0, 7), slot=st.booleans(), data=st.data())
     def insert(self, symbols: list[int], tail: int, dead: int, slot: bool, data: st.DataObject) -> None:
         old = data.draw(st.sampled_from([None, *range(len(self.held))]))
-        held = None if old is None else self.held.pop(old)
+        kept = self.do_insert(None if old is None else self.held.pop(old), symbols, tail, dead, slot)
+        if kept is not None:
+            self.held.append(kept)
+
+    @rule(symbols=page_symbols, more=page_symbols, tail=tails, dead=st.integers(0, 2), ends=st.booleans())
+    def serve(self, symbols: list[int], more: list[int], tail: int, dead: int, ends: bool) -> None:
+        """A request's life: its prefix is looked up and locked, two chunks are cached, and perhaps it ends."""
+        self.match(symbols, tail)
+        held = None
+        if self.remembered and self.longest_usable(tuple(symbols)):
+            self.do_lock(self.remembered.pop())
+            held = self.held.pop()
+        start = 0 if held is None else len(held.prefix)
+        held = self.do_insert(held, symbols[start:], 0, dead, True)
+        start = 0 if held is None else len(held.prefix)
+        held = self.do_insert(held, [*symbols, *more][start:], tail, dead, True)
+        if held is not None and ends:
+            self.do_unlock(held)
+        elif held is not None:
+            self.held.append(held)
+
+    def do_insert(self, held: Held | None, symbols: list[int], tail: int, dead: int, slot: bool) -> Held | None:
         start = () if held is None else held.prefix
         whole = start + tuple(symbols)
         tokens = self.tokens(whole, tail)
@@ -196,7 +229,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.cache.unlock(held.lease)  # it was consumed
         if not end:
             assert kept.lease is None
-            return
+            return None
         assert kept.lease is not None
         assert kept.lease.length == len(end) * self.page_size
         self.uses += 1
@@ -205,9 +238,9 @@ class TreeMachine(RuleBasedStateMachine):
                 self.cells[part].used[component] = self.uses
         for n in range(len(start) + 1, len(end) + 1):
             self.cells[end[:n]].used[Component.SWA] = self.uses
-        self.held.append(Held(end, kept.lease))
         for component, ids in self.protected(end, len(start)).items():
             assert kept.pages.of(component).tolist() == ids
+        return Held(end, kept.lease)
 
     def offer(self, pages: int, dead: int, slot: bool) -> dict[Component, list[int]]:
         given: dict[Component, list[int]] = {component: [] for component in Component}
@@ -254,15 +287,21 @@ class TreeMachine(RuleBasedStateMachine):
         tail = {component: [one for one in given[component] if one not in used[component]] for component in Component}
         return end, taken, duplicate, tail
 
-    @rule(component=st.sampled_from(Component), count=st.integers(0, 12))
-    def evict(self, component: Component, count: int) -> None:
+    @precondition(lambda self: any(self.cache.evictable))
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def evict(self, data: st.DataObject, count: int) -> None:
+        component = data.draw(st.sampled_from([one for one in Component if self.cache.evictable.of(one)]))
         expected = min(count, len(self.unlocked(component)))
         gone = self.cache.evict(component, count)
         assert len(gone.of(component)) == expected
         self.forget(component, gone)
 
-    @rule()
-    def clear(self) -> None:
+    @rule(really=st.integers(0, 3))
+    def clear(self, really: int) -> None:
+        if not really:
+            self.do_clear()
+
+    def do_clear(self) -> None:
         expected = {component: {self.at(p, component) for p in self.unlocked(component)} for component in Component}
         gone = self.cache.clear()
         for component, ids in expected.items():
@@ -293,7 +332,7 @@ class TreeMachine(RuleBasedStateMachine):
         for held in self.held:
             self.cache.unlock(held.lease)
         self.held = []
-        self.clear()
+        self.do_clear()
         stats = self.cache.stats()
         assert (stats.nodes, stats.leases, stats.evictable, stats.locked) == (0, 0, GroupCounts(), GroupCounts())
 
@@ -316,9 +355,9 @@ for _name, _components in COMBINATIONS.items():
             {"page_size": _page_size, "components": _components},
         )
         _case = operator.attrgetter("TestCase")(_machine)
-        _case.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+        _case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
         globals()[f"Test{_name}Page{_page_size}"] = _case
         _many = type(f"{_name}Page{_page_size}ManyMachine", (_machine,), {})
         _case = pytest.mark.slow(operator.attrgetter("TestCase")(_many))
-        _case.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
+        _case.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
         globals()[f"TestMany{_name}Page{_page_size}"] = _case

@@ -212,6 +212,32 @@ def test_the_window_used_last_goes_last() -> None:
     assert (match_len(cache, 1, 2, 3), match_len(cache, 5, 6, 7)) == (3, 0)
 
 
+def test_the_callers_arrays_stay_the_callers() -> None:
+    """A row is written again while the tree has its pages, and eviction leaves the row alone."""
+    cache = sliding_cache()
+    offered = given([11, 12, 13], [21, 22, 23])
+    cached(cache, ints(1, 2, 3), offered)
+    cache.evict(SWA, 1)
+    assert offered.swa.tolist() == [21, 22, 23]
+    offered.full[:] = offered.swa[:] = 99
+    gone = cache.clear()
+    assert (gone.full.tolist(), gone.swa.tolist()) == ([11, 12, 13], [22, 23])
+
+
+def test_a_split_changes_neither_locks_nor_age_of_a_window() -> None:
+    cache = sliding_cache()
+    cached(cache, ints(5, 6), given([17, 18], [27, 28]))
+    cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(11, 17), range(21, 27)))
+    long = held(cache.lock(cache.match_prefix(ints(1, 2, 3, 4, 5, 6))))
+    middle = held(cache.lock(cache.match_prefix(ints(1, 2, 3, 4, 5))))  # inside of the other's window
+    cache.check([long, middle])
+    assert cache.evict(SWA, 2).swa.tolist() == [27, 28]  # older than all of the longer one
+    cache.unlock(long)
+    assert cache.evict(SWA, 9).swa.tolist() == [21, 22, 23, 26]
+    cache.unlock(middle)
+    assert sorted(cache.evict(SWA, 9).swa.tolist()) == [24, 25]
+
+
 def test_layers_that_see_only_themselves_need_no_pages() -> None:
     """A window of one token: every length is usable, with or without pages, and no empty node stays behind."""
     cache = UnifiedRadixCache(KvLayout(1, full=False, window=1))
