@@ -11,7 +11,7 @@ from tier_rig import host
 from baton.common.clock import VirtualClock
 from baton.common.config import TiersConfig
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
-from baton.common.kv.layout import KvLayout
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.tiers.api import (
@@ -44,7 +44,7 @@ def prompt(length: int, seed: int = 0) -> I32:
 
 
 def pool() -> KvPool:
-    return KvPool(PAGES + 1, PAGE_SIZE, 8, PAGES * PAGE_SIZE)
+    return KvPool(KvLayout(PAGE_SIZE), {Component.FULL: PAGES + 1}, 8, PAGES * PAGE_SIZE)
 
 
 def request(tokens: I32, outputs: int = 0) -> DecodeRequest:
