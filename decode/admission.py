@@ -4,11 +4,13 @@ Owns the count of requests that have overtaken the head of the queue, nothing el
 or cancels anybody. Asking and allocating are one call (`admit`): its answer is a holder that owns pages, or a refusal
 after which nothing has changed.
 
-All arithmetic is in pages. With R = `num_reserved_decode_tokens`, after an admission at least this must be available
-(free, or cached and unlocked):
+All arithmetic is in pages, for each paged component of the model by itself. With R = `num_reserved_decode_tokens`,
+after an admission at least this must be available (free, or cached and unlocked; of sliding pages: not promised):
 
     max(sum over active requests and the admitted one of pages(their next min(R, remaining) tokens),
         what the running request that may grow longest lacks when every other running one has been retracted)
+
+A sequence grows in sliding pages until it fills its window, and not any more then. A recurrent state never grows.
 
 Retracted requests come first in the queue and are never overtaken, so what they need is never given away. With nothing
 active, a request is admitted as soon as it fits: refusing it could not make anything better.
@@ -16,14 +18,15 @@ active, a request is admitted as soon as it fits: refusing it could not make any
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.common.ids import RequestId
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.record import KvHolder, ReqKvInfo
-from baton.common.units import pages_for_tokens, whole_pages
+from baton.common.units import whole_pages
 from baton.decode.sessions import SessionSlot
 
 MAX_BACKFILL = 16
@@ -85,11 +88,14 @@ class Admission:
         """
         if not queue:
             return None
-        load = _Load.of(active, self._reserved_tokens, self._pool)
+        requests = list(active)
+        paged = self._pool.layout.paged
+        load = {component: _Load.of(component, requests, self._reserved_tokens, self._pool) for component in paged}
+        crowd = len(requests)
         head = queue[0]
         if head.request_id != self._head:
             self._head, self._overtaken = head.request_id, 0
-        refusal = self._pre_alloc(head, load)
+        refusal = self._pre_alloc(head, crowd, load)
         if isinstance(refusal, PreAllocated):
             return Admitted(0, refusal)
         if head.retracted or refusal.reason in (RefusalReason.NO_ROW, RefusalReason.TOO_LONG):
@@ -97,58 +103,63 @@ class Admission:
         for index in range(1, min(len(queue), 1 + BACKFILL_WINDOW)):
             if self._overtaken >= MAX_BACKFILL:
                 break
-            allocation = self._pre_alloc(queue[index], load)
+            allocation = self._pre_alloc(queue[index], crowd, load)
             if isinstance(allocation, PreAllocated):
                 self._overtaken += 1
                 return Admitted(index, allocation)
         return refusal
 
-    def _pre_alloc(self, candidate: Candidate, load: _Load) -> PreAllocated | Refused:
+    def _pre_alloc(self, candidate: Candidate, active: int, load: Mapping[Component, _Load]) -> PreAllocated | Refused:
         """The check and the act. On refusal nothing has changed."""
         pool, fill_len = self._pool, len(candidate.tokens)
         holder = candidate.holder if candidate.slot is None else candidate.slot
-        if holder.kv is None:
-            demand = pool.demand(candidate.tokens, fill_len, candidate.max_prefix)
-            taken = demand.of(pool.main)
-        else:
-            held = pages_for_tokens(holder.kv.kv_allocated_len, pool.page_size)
-            taken = max(0, pages_for_tokens(fill_len, pool.page_size) - held)
-        if load.active >= self._max_active:
+        if active >= self._max_active:
             return Refused(RefusalReason.NO_ROW)
-        if load.active:
-            growth = _growth_pages(fill_len, candidate.total_len, self._reserved_tokens, pool.page_size)
-            room = max(load.growth_pages + growth, load.finish_alone_pages)
-            short = taken + room - pool.available_pages
-            if taken <= pool.available_pages and short > 0:
-                return Refused(RefusalReason.NO_ROOM_TO_GROW, short)
+        if active:
+            taken = self._taken(candidate, holder.kv)
+            for component, others in load.items():
+                growth = _growth_pages(pool, component, fill_len, candidate.total_len, self._reserved_tokens)
+                room = max(others.growth_pages + growth, others.finish_alone_pages)
+                available = pool.parts.available(component)
+                short = taken[component] + room - available
+                if taken[component] <= available and short > 0:
+                    return Refused(RefusalReason.NO_ROOM_TO_GROW, short)
         return pool.pre_alloc(holder, candidate.tokens, fill_len, candidate.max_prefix)
+
+    def _taken(self, candidate: Candidate, record: ReqKvInfo | None) -> dict[Component, int]:
+        """Pages that the pre-allocation takes from what is available."""
+        pool, fill_len = self._pool, len(candidate.tokens)
+        if record is None:
+            demand = pool.demand(candidate.tokens, fill_len, candidate.max_prefix)
+            return {component: demand.of(component) for component in pool.layout.paged}
+        needed, held = pool.parts.needed, record.kv_allocated_len
+        return {one: max(0, needed(one, fill_len) - needed(one, held)) for one in pool.layout.paged}
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What the active requests may still need, in pages."""
+    """What the active requests may still need of one component, in pages."""
 
-    active: int
     growth_pages: int
     finish_alone_pages: int
 
     @staticmethod
-    def of(requests: Iterable[ActiveRequest], reserved_tokens: int, pool: KvPool) -> _Load:
-        active = growth = retractable = 0
+    def of(component: Component, requests: Sequence[ActiveRequest], reserved_tokens: int, pool: KvPool) -> _Load:
+        growth = retractable = 0
         longest = 0  # most pages that one running request lacks for its longest possible answer
+        needed, total = pool.parts.needed, pool.supply.total(component)
         for request in requests:
             allocated = request.record.kv_allocated_len
-            held = pages_for_tokens(allocated, pool.page_size)
-            active += 1
-            growth += _growth_pages(allocated, request.total_len, reserved_tokens, pool.page_size)
+            growth += _growth_pages(pool, component, allocated, request.total_len, reserved_tokens)
             if request.running:
-                own = held - whole_pages(request.record.cache_protected_len, pool.page_size)
+                held = own = needed(component, allocated)
+                if component is Component.FULL:  # what is shared does not come back; of promised pages all do
+                    own -= whole_pages(request.record.cache_protected_len, pool.page_size)
                 retractable += own
-                most = min(pages_for_tokens(request.total_len, pool.page_size), pool.total_pages)
-                longest = max(longest, most - held + own)
-        return _Load(active, growth, max(0, longest - retractable))
+                longest = max(longest, min(needed(component, request.total_len), total) - held + own)
+        return _Load(growth, max(0, longest - retractable))
 
 
-def _growth_pages(length: int, total_len: int, reserved_tokens: int, page_size: int) -> int:
+def _growth_pages(pool: KvPool, component: Component, length: int, total_len: int, reserved_tokens: int) -> int:
     grown = length + min(reserved_tokens, max(0, total_len - length))
-    return pages_for_tokens(grown, page_size) - pages_for_tokens(length, page_size)
+    return pool.parts.needed(component, grown) - pool.parts.needed(component, length)

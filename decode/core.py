@@ -43,7 +43,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.common.units import page_ceil, page_floor, pages_for_tokens
+from baton.common.units import page_ceil
 from baton.decode.admission import ActiveRequest
 from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import NOT_HERE, Outbox
@@ -201,7 +201,7 @@ class DecodeCore:
             return Failure(code=ErrorCode.DRAINING, reason="this worker is shutting down")
         if prompt == 0:
             return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
-        if prompt >= self._max_context_len or pages_for_tokens(prompt, self.pool.page_size) > self.pool.total_pages:
+        if prompt >= self._max_context_len or prompt > self.pool.longest:
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{prompt} tokens never fit this worker")
         lost = message.session_turn > 0 and self._sessions.find(SessionId(message.session_id)) is None
         if lost and self._config.lost_session == "fail":
@@ -372,11 +372,9 @@ class DecodeCore:
         self._compute.prefilling.append(request)
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
-        request = self._handoffs.close(event.key)
-        before = request.record.kv_committed_len
-        found_until = page_floor(before, self.pool.page_size) + event.result.cached_tokens
-        request.count_tokens(before, found_until, "prefill_cached_tokens")
-        self._book_transfer(request, event, request.fill_len)
+        request, start = self._handoffs.close(event.key)
+        request.count_tokens(start, start + event.result.cached_tokens, "prefill_cached_tokens")
+        self._book_transfer(request, event, start, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
         match request.state:
             case Incoming():
@@ -391,13 +389,15 @@ class DecodeCore:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
     def _on_sink_failed(self, event: SinkFailed, now: float) -> None:
-        """What landed is kept; the rest comes from somebody who was not tried yet, in the end from here."""
-        request = self._handoffs.close(event.key)
-        # All may have landed without the first output: then the last position is computed once more, for its logits.
-        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
-        landed = max(min(event.landed_until, most), request.record.kv_committed_len)
-        self._book_transfer(request, event, landed)
-        self.pool.commit_incoming(request.record, landed)
+        """What landed is kept where it is of use; the rest comes from somebody who was not tried yet, in the end from
+        here."""
+        request, start = self._handoffs.close(event.key)
+        if self.pool.lands_in_part:
+            self._keep_what_landed(request, event, start)
+        else:
+            self._book_transfer(request, event, start, start)
+            self.pool.abandon_incoming(request.record)
+            request.recount_cached(request.record.kv_committed_len)
         match request.state:
             case Incoming():
                 self._fill(request, now)
@@ -406,11 +406,20 @@ class DecodeCore:
             case _:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
-    def _book_transfer(self, request: DecodeRequest, event: SinkCommitted | SinkFailed, landed_until: int) -> None:
-        if landed_until > request.record.kv_committed_len:
+    def _keep_what_landed(self, request: DecodeRequest, event: SinkFailed, start: int) -> None:
+        # All may have landed without the first output: then the last position is computed once more, for its logits.
+        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
+        landed = max(min(event.landed_until, most), request.record.kv_committed_len)
+        self._book_transfer(request, event, start, landed)
+        self.pool.commit_incoming(request.record, landed)
+
+    def _book_transfer(
+        self, request: DecodeRequest, event: SinkCommitted | SinkFailed, start: int, landed_until: int
+    ) -> None:
+        if landed_until > start:
             request.times.lane = event.lane
         request.times.transfer_bytes += event.nbytes
-        request.count_tokens(request.record.kv_committed_len, landed_until, "transferred_tokens")
+        request.count_tokens(start, landed_until, "transferred_tokens")
 
     def _run(
         self, request: DecodeRequest, now: float, first_token: int = -1, logprob: TokenLogprob | None = None
@@ -481,13 +490,15 @@ class DecodeCore:
         computed = [end - request.record.kv_committed_len for request, end in chunks]
         per_token_s = result.compute_s / (first + sum(computed))
         for index, (request, end) in enumerate(chunks):
+            # Also of a request that is over: a recurrent state is that of `end` now, and of nothing before it.
+            self.pool.commit_incoming(request.record, end)
             if request.state is _LEAVING:
                 self._done(request, now)
                 continue
             request.times.prefill_s += per_token_s * computed[index]
-            request.count_tokens(request.record.kv_committed_len, end, "local_tokens")
-            self.pool.commit_incoming(request.record, end)
+            request.count_tokens(end - computed[index], end, "local_tokens")
             assert isinstance(request.state, Prefilling), request.state
+            self._keep_checkpoint(request, end)
             if end < request.state.until:
                 continue
             self._compute.remove(request)
@@ -495,6 +506,12 @@ class DecodeCore:
                 self._fill(request, now)
             else:
                 self._run(request, now, result.tokens[first + index], result.logprobs[first + index])
+
+    def _keep_checkpoint(self, request: DecodeRequest, length: int) -> None:
+        """A recurrent state is only that of one length: what others may go on from is kept when it comes by."""
+        shared = request.session_protected_len is None and length <= len(request.prompt)
+        if shared and length < request.fill_len and length == self.pool.checkpoint_at(request.fill_len):
+            self.pool.cache_finished_req(request, request.fill_tokens, kv_len_to_handle=length)
 
     def _append(
         self, request: DecodeRequest, token: int, logprob: TokenLogprob | None, now: float, packed: bytes | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp
-from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest, Incoming
@@ -18,7 +17,7 @@ class Handoffs:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._count = 0
-        self._open: dict[HandoffKey, DecodeRequest] = {}
+        self._open: dict[HandoffKey, tuple[DecodeRequest, int]] = {}  # and where it starts
 
     def __len__(self) -> int:
         return len(self._open)
@@ -29,7 +28,8 @@ class Handoffs:
         return HandoffId(int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") >> 1)
 
     def open(self, request: DecodeRequest, peer: Stamp, pool: KvPool, deadline_s: float) -> OpenSink:
-        """The next attempt of the request's hand-off: everything from the last whole page that it has."""
+        """The next attempt of the request's hand-off: everything from the last whole page that it has. Its pages are
+        the hand-off's from here on."""
         assert request.handoff is not None
         key = HandoffKey(request.handoff, request.attempt)
         start = page_floor(request.record.kv_committed_len, pool.page_size)
@@ -38,19 +38,19 @@ class Handoffs:
         request.times.attempts += 1
         request.times.prefill_worker = peer.worker
         request.state = Incoming(key)
-        self._open[key] = request
+        self._open[key] = (request, start)
         return OpenSink(
             key=key,
             peer=peer.worker,
             request_id=request.key[0],
             tokens=request.fill_tokens,
             start=start,
-            pages={Component.FULL: pool.pages_of(request.record, start, request.fill_len)},
+            pages=pool.open_incoming(request.record, start),
             sample=request.wants_first_token,
             sampling=request.sampling,
             deadline_s=deadline_s,
         )
 
-    def close(self, key: HandoffKey) -> DecodeRequest:
-        """It has ended, one way or the other: the pages are the request's again."""
+    def close(self, key: HandoffKey) -> tuple[DecodeRequest, int]:
+        """It has ended, one way or the other: the pages are the request's again. Also where it started."""
         return self._open.pop(key)

@@ -190,6 +190,11 @@ class DecodeRequest:
             times.cached_tokens = times.local_tokens = 0
             times.transferred_tokens = times.prefill_cached_tokens = 0
 
+    def recount_cached(self, known: int) -> None:
+        """What was counted beyond the first `known` tokens has to be had once more."""
+        self.begin_count()
+        self.count_tokens(0, known, "cached_tokens")
+
     def timeline(self, now: float, worker: WorkerId) -> Timeline:
         times = self.times
         running_s = 0.0 if times.running_since_s is None else now - times.running_since_s

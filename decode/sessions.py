@@ -61,11 +61,15 @@ class Sessions:
 
     def reusable(self, slot: SessionSlot, tokens: I32) -> int:
         """How many tokens of KV a turn over `tokens` finds in the slot. 0 when it leaves the conversation before what
-        the slot shares with the prefix cache: then the slot is of no use."""
+        the slot shares with the prefix cache: then the slot is of no use. A sliding window or a recurrent state cannot
+        go back to every length; then the turn goes back to what is shared."""
         most = min(len(slot.tokens), len(tokens))
         differ = np.flatnonzero(slot.tokens[:most] != tokens[:most])
         common = int(differ[0]) if len(differ) else most
-        return common if common >= slot.record.cache_protected_len else 0
+        protected = slot.record.cache_protected_len
+        if self._pool.can_go_back(slot.record, min(common, slot.record.kv_committed_len)):
+            return common
+        return protected if common >= protected else 0
 
     def lend(self, slot: SessionSlot, request: DecodeRequest) -> None:
         """The turn owns the record now, and the session has no slot until it comes back."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from baton.common.engine.batch import Batch, BatchRow, pack_batch
+from baton.common.engine.batch import I32, Batch, BatchRow, pack_batch
+from baton.common.engine.chunks import chunk_row
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
 from baton.common.engine.policy import chunk_end
 from baton.common.kv.pool import KvPool, Refused
@@ -78,6 +79,7 @@ class Steps:
         self._rows = rows
         lengths = [request.record.kv_committed_len for request in rows]
         pages = [self._pool.pages_for_row(one.record, length) for one, length in zip(rows, lengths, strict=True)]
+        has_states = self._pool.states is not None
         packed = DecodeRows(
             keys=tuple([request.number for request in rows]),
             input_ids=[request.outputs[-1] for request in rows],
@@ -85,8 +87,19 @@ class Steps:
             page_ids=np.concatenate(pages),
             sampling=tuple([request.sampling for request in rows]),
             output_indices=tuple([len(request.outputs) for request in rows]),
+            swa_page_ids=self._swa_pages(rows, lengths),
+            state_slots=np.array([one.record.state_slot for one in rows], dtype=np.int32) if has_states else None,
+            state_copies=self._pool.take_state_copies(one.record for one in rows) if has_states else None,
         )
         return pack_decode_rows(packed, self._pool.page_size)
+
+    def _swa_pages(self, rows: list[DecodeRequest], lengths: list[int]) -> I32 | None:
+        """Of the sliding window beside full attention."""
+        layout = self._pool.layout
+        if not (layout.full and layout.window):
+            return None
+        pages = [self._pool.swa_pages_for_row(one.record, end) for one, end in zip(rows, lengths, strict=True)]
+        return np.concatenate([one for one in pages if one is not None])
 
     def _pack_chunks(self) -> Batch | None:
         rows: list[BatchRow] = []
@@ -95,12 +108,12 @@ class Steps:
             record = request.record
             assert isinstance(request.state, Prefilling), request.state
             done, total = record.kv_committed_len, request.state.until
-            end = chunk_end(done, total, budget, self._pool.page_size)
+            end = chunk_end(done, total, budget, self._pool.page_size, self._pool.checkpoint_at(total))
             if end == done:
                 break
             budget -= end - done
             sampling = request.sampling if request.wants_first_token and end == request.fill_len else None
-            tokens = request.fill_tokens[done:end]
-            rows.append(BatchRow(request.number, tokens, end, self._pool.pages_for_row(record, end), sampling))
+            rows.append(chunk_row(self._pool, record, request.number, request.fill_tokens, end, sampling))
             self._chunks.append((request, end))
-        return pack_batch(rows, self._pool.page_size) if rows else None
+        copies = self._pool.take_state_copies(request.record for request, _ in self._chunks)
+        return pack_batch(rows, self._pool.page_size, copies) if rows else None

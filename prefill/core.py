@@ -15,8 +15,11 @@ F1. All pages of a request are promised before its first chunk is computed: a ha
 F2. Pages are given back after SourceReleased or SourceAborted and not before, and never while a launched step uses
     them.
 F3. What is shipped lies in pages that stay where they are: a chunk is offered to the prefix tree (which may replace
-    pages by its own) before it is shipped, and never afterwards.
-F4. A request is computed in chunks whose boundaries are page-aligned, except the last.
+    pages by its own) before it is shipped, and what the tree did not take then only after the last chunk.
+F4. A request is computed in chunks whose boundaries are page-aligned, except the last. Of a model with recurrent layers
+    one of them ends where others can go on: at the last whole page before the last token.
+F5. Pages of full attention are shipped while later chunks compute; what sliding and recurrent layers keep is only known
+    after the last chunk, and shipped then.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from typing import assert_never
 from baton.common.config import PrefillConfig
 from baton.common.deadlines import Deadlines
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.chunks import chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.policy import chunk_end
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
 from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Failure, Load, TokenLogprob
-from baton.common.units import page_floor
 from baton.transfer.api import (
     AbortSource,
     FinishSource,
@@ -47,6 +51,7 @@ from baton.transfer.api import (
     SourceReleased,
     SourceStopping,
 )
+from baton.transfer.plan import segments_of
 
 PrefillEffect = ShipRegion | FinishSource | AbortSource
 
@@ -168,7 +173,7 @@ class PrefillCore:
             self._give_up(request, ErrorCode.DRAINING, "this worker is shutting down")
         elif len(self._queue) >= self._config.max_queued_requests:
             self._give_up(request, ErrorCode.OVERLOADED, f"{len(self._queue)} prompts are waiting here")
-        elif request.total > min(self.pool.max_context_len, self.pool.total_pages * self.pool.page_size):
+        elif request.total > self.pool.longest:
             reason = f"{request.total} tokens never fit this worker's pool"
             self._give_up(request, ErrorCode.PROMPT_TOO_LONG, reason)
         else:
@@ -252,17 +257,17 @@ class PrefillCore:
         rows: list[BatchRow] = []
         budget = max(self._config.chunk_tokens, self.pool.page_size)
         for request in self._prefilling:
-            record = request.record
+            record, total = request.record, request.total
             done = record.kv_committed_len
-            end = chunk_end(done, request.total, budget, self.pool.page_size)
+            end = chunk_end(done, total, budget, self.pool.page_size, self.pool.checkpoint_at(total))
             if end == done:
                 break
             budget -= end - done
-            sampling = request.offer.sampling if request.offer.sample and end == request.total else None
-            tokens = request.offer.tokens[done:end]
-            rows.append(BatchRow(request.number, tokens, end, self.pool.pages_for_row(record, end), sampling))
+            sampling = request.offer.sampling if request.offer.sample and end == total else None
+            rows.append(chunk_row(self.pool, record, request.number, request.offer.tokens, end, sampling))
             self._launched[request.number] = (request, end)
-        return pack_batch(rows, self.pool.page_size) if rows else None
+        copies = self.pool.take_state_copies(request.record for request, _ in self._launched.values())
+        return pack_batch(rows, self.pool.page_size, copies) if rows else None
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
         assert set(result.keys) == self._launched.keys(), "the result of another step"
@@ -290,21 +295,30 @@ class PrefillCore:
     def _ship(self, request: SourceRequest, token: int = -1, logprob: TokenLogprob | None = None) -> None:
         """Hands over what is computed and was not handed over yet; the rest follows with later chunks."""
         assert isinstance(request.state, Prefilling)
-        shipped, done = request.state.shipped, request.record.kv_committed_len
-        if done < request.total:
-            done = page_floor(done, self.pool.page_size)
-        key = request.offer.key
-        if done > shipped:
-            pages = self.pool.pages_of(request.record, shipped, done)
-            self._out.append(ShipRegion(key, shipped, done - shipped, pages))
-            request.state = Prefilling(done)
-        if done == request.total:
+        record, total, key = request.record, request.total, request.offer.key
+        complete = record.kv_committed_len == total
+        shipped, end = request.state.shipped, total if complete else self.pool.settled_until(record)
+        if self.pool.layout.full and end > shipped:
+            pages = self.pool.pages_to_send(record, Component.FULL, shipped, end)
+            self._out.append(ShipRegion(key, shipped, end - shipped, pages))
+            request.state = Prefilling(end)
+        if complete:
+            self._ship_the_rest(request)
             # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
             found = max(0, request.cached_tokens - request.offer.start)
             result = PrefillResult(token, logprob, request.prefill_s, found)
             self._out.append(FinishSource(key, result))
             self._prefilling.remove(request)
             request.state = HandingOff()
+
+    def _ship_the_rest(self, request: SourceRequest) -> None:
+        """What is not kept token by token: the live window, and the state."""
+        start, total = request.offer.start, request.total
+        for segment in segments_of(self.pool.layout, start, total):
+            if segment.component is not Component.FULL:
+                pages = self.pool.pages_to_send(request.record, segment.component, start, total)
+                first, tokens = segment.first_token, total - segment.first_token
+                self._out.append(ShipRegion(request.offer.key, first, tokens, pages, segment.component))
 
     def _take_out(self) -> list[object]:
         out, self._out = self._out, []

@@ -19,9 +19,11 @@ AFFINITY_TOKENS = 64
 """Prompts that agree in this many tokens prefer the same worker, which then has their prefix cached."""
 
 
-def chunk_end(done: int, total: int, budget: int, page_size: int) -> int:
+def chunk_end(done: int, total: int, budget: int, page_size: int, cut: int = 0) -> int:
     """Where the next chunk of a prompt ends: at `total`, or at a page boundary within the budget. Returns `done` when
-    the budget does not reach the next boundary."""
+    the budget does not reach the next boundary. No chunk goes beyond `cut` (page-aligned) that begins before it."""
+    if done < cut < total:
+        total = cut
     if total - done <= budget:
         return total
     return max(done, page_floor(done + budget, page_size))

@@ -278,10 +278,8 @@ class KvPool:
         pages: dict[Component, I32] = {}
         if self.layout.full:
             pages[Component.FULL] = self.pages_of(record, start, total)
-        first = max(start, self.layout.live_from(total))
-        if self.window is not None and first < total:
-            self.window.draw(record, total, first, total)
-            pages[Component.SWA] = self.window.row(record, first, total).copy()
+        if self.window is not None and len(sliding := self.window.open_incoming(record, start, total)):
+            pages[Component.SWA] = sliding
         if self.states is not None:
             pages[Component.STATE] = self.parts.own_ids(record, Component.STATE)
             self.states.start_over(record)

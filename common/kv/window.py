@@ -105,6 +105,16 @@ class SlidingWindow:
             self._supply.give_back(Component.SWA, pages, "row -> free", None)
             raise
 
+    def open_incoming(self, record: ReqKvInfo, start: int, total: int) -> I32:
+        """The pages (a copy) of what is live behind `total` tokens and not there yet: that of [start, total). What lies
+        before the window is freed, to the edge: it will not be sent."""
+        live = self._layout.live_from(total)
+        self.free_below(record, live)
+        first = max(start, live)
+        if first < total:
+            self.draw(record, total, first, total)
+        return self.row(record, first, total).copy()
+
     def held_pages(self, record: ReqKvInfo) -> int:
         """What counts against its promise: its own pages, and those that its lease locks."""
         protected = record.cache_protected_len

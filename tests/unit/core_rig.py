@@ -19,6 +19,7 @@ from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
+from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.messages import (
     Body,
     CancelRequest,
@@ -46,6 +47,7 @@ from baton.transfer.api import (
     SourceAborted,
     SourceReleased,
 )
+from baton.transfer.plan import Segment, segments_of
 
 GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(11))
 DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(22))
@@ -69,15 +71,36 @@ def prompt_of(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 258, length).astype(np.int32)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Of an engine's pool; by default all layers attend to everything. Sliding pages: as many as `pages`."""
+
+    pages: int
+    page_size: int
+    rows: int
+    context: int
+    layout: KvLayout | None
+    swa_pages: int | None
+    slots: int
+    cache: PrefixCacheName
+
+
 class Engine:
     """One core with its pool and fake runner; checks the pool's books after everything that happens."""
 
-    def __init__(
-        self, make: Callable[[KvPool], EngineCore], pages: int, page_size: int, rows: int, context: int
-    ) -> None:
-        self.pool = KvPool(KvLayout(page_size), {Component.FULL: pages + 1}, rows, context)
+    def __init__(self, make: Callable[[KvPool], EngineCore], sizes: Sizes, step_tokens: int) -> None:
+        layout = sizes.layout or KvLayout(sizes.page_size)
+        counts = {
+            Component.FULL: sizes.pages + 1,
+            Component.SWA: (sizes.pages if sizes.swa_pages is None else sizes.swa_pages) + 1,
+            Component.STATE: sizes.slots + 1,
+        }
+        num_pages = {component: counts[component] for component in layout.components}
+        self.pool = KvPool(layout, num_pages, sizes.rows, sizes.context, sizes.cache, None, step_tokens)
         self.core = make(self.pool)
-        self.runner: FakeRunner = fake_runner(pages + 1, page_size, max_positions=context, cost=StepCost(0.01))
+        self.runner: FakeRunner = fake_runner(
+            num_pages, layout.page_size, layout=layout, max_positions=sizes.context, cost=StepCost(0.01)
+        )
         self.now = 0.0
         self.launched: Batch | None = None
         self.batches: list[Batch] = []
@@ -116,19 +139,37 @@ class Engine:
         return effects
 
 
-def decode_engine(pages: int = 64, page_size: int = 4, rows: int = 16, context: int = 256, **config: int) -> Engine:
+def decode_engine(
+    pages: int = 64,
+    page_size: int = 4,
+    rows: int = 16,
+    context: int = 256,
+    layout: KvLayout | None = None,
+    swa_pages: int | None = None,
+    slots: int = 24,
+    cache: PrefixCacheName = "radix",
+    **config: int,
+) -> Engine:
     config.setdefault("num_reserved_decode_tokens", 8)
-    return Engine(
-        lambda pool: DecodeCore(DECODE, pool, DecodeConfig(**config), TransferConfig(), context),
-        pages,
-        page_size,
-        rows,
-        context,
-    )
+    made = DecodeConfig(**config)
+    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache)
+    return Engine(lambda pool: DecodeCore(DECODE, pool, made, TransferConfig(), context), sizes, made.chunk_tokens)
 
 
-def prefill_engine(pages: int = 64, page_size: int = 4, rows: int = 16, context: int = 256, **config: int) -> Engine:
-    return Engine(lambda pool: PrefillCore(pool, PrefillConfig(**config)), pages, page_size, rows, context)
+def prefill_engine(
+    pages: int = 64,
+    page_size: int = 4,
+    rows: int = 16,
+    context: int = 256,
+    layout: KvLayout | None = None,
+    swa_pages: int | None = None,
+    slots: int = 24,
+    cache: PrefixCacheName = "radix",
+    **config: int,
+) -> Engine:
+    made = PrefillConfig(**config)
+    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache)
+    return Engine(lambda pool: PrefillCore(pool, made), sizes, made.chunk_tokens)
 
 
 @dataclass
@@ -158,8 +199,17 @@ class GatewayStub:
 @dataclass
 class _Handoff:
     open: OpenSink
-    shipped: int
-    dead: bool = False
+    segments: dict[Component, Segment]
+    shipped: int  # of full attention
+    sent: list[Component] = field(default_factory=list)  # segments of which all was shipped
+
+    @property
+    def total(self) -> int:
+        return len(self.open.tokens)
+
+    def landed_until(self) -> int:
+        """What counts when it fails now."""
+        return self.shipped if set(self.segments) == {Component.FULL} else self.open.start
 
 
 class Rig:
@@ -245,7 +295,7 @@ class Rig:
                     self._ship(effect)
                 case FinishSource(key, result):
                     handoff = self.handoffs.pop(key)
-                    assert handoff.shipped == len(handoff.open.tokens)
+                    assert handoff.sent == list(handoff.segments)
                     self.run(self.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.01)))
                     self.run(self.prefill.handle(SourceReleased(key)))
                 case AbortSource(key, failure):
@@ -258,12 +308,16 @@ class Rig:
         handoff = self.handoffs.pop(key, None)
         if handoff is None:
             return
-        landed = handoff.shipped // self.decode.pool.page_size * self.decode.pool.page_size
+        landed = handoff.landed_until() // self.decode.pool.page_size * self.decode.pool.page_size
         self.run(self.decode.handle(SinkFailed(key, handoff.open.peer, failure, landed, 1, "inproc", peer_lost)))
         if key in {offer.key for offer in self.offers}:
             self.offers = [offer for offer in self.offers if offer.key != key]
         elif handoff.open.peer == PREFILL.worker:
             self.run(self.prefill.handle(SourceAborted(key, failure)))
+
+    def fail(self, key: HandoffKey) -> None:
+        """One attempt fails, and both live on."""
+        self.end(key, Failure(code=ErrorCode.INTERNAL, reason="the lane broke"))
 
     def lose_prefill(self) -> None:
         """Every open hand-off fails because its prefill worker is gone."""
@@ -271,7 +325,9 @@ class Rig:
             handoff = self.handoffs.pop(key)
             failure = Failure(code=ErrorCode.INTERNAL, reason="peer lost")
             self.run(
-                self.decode.handle(SinkFailed(key, handoff.open.peer, failure, handoff.shipped, 1, "inproc", True))
+                self.decode.handle(
+                    SinkFailed(key, handoff.open.peer, failure, handoff.landed_until(), 1, "inproc", True)
+                )
             )
         self.offers = []
 
@@ -281,7 +337,10 @@ class Rig:
             self.run(self.prefill.handle(offer))
 
     def _open(self, command: OpenSink) -> None:
-        self.handoffs[command.key] = _Handoff(command, command.start)
+        found = segments_of(self.decode.pool.layout, command.start, len(command.tokens))
+        segments = {segment.component: segment for segment in found}
+        assert {one: len(ids) for one, ids in command.pages.items()} == {c: s.units for c, s in segments.items()}
+        self.handoffs[command.key] = _Handoff(command, segments, command.start)
         offer = OfferReceived(
             command.key,
             DECODE,
@@ -301,16 +360,27 @@ class Rig:
         handoff = self.handoffs.get(region.key)
         if handoff is None:
             return
-        assert region.first_token == handoff.shipped, "regions follow one another without gap"
-        size = self.decode.pool.page_size
-        first = (region.first_token - handoff.open.start) // size
-        target = handoff.open.pages[Component.FULL][first : first + len(region.pages)]
-        self.decode.runner.memory.main.as_bytes()[target] = self.prefill.runner.memory.main.as_bytes()[region.pages]
-        handoff.shipped += region.tokens
+        segment = handoff.segments[region.component]
+        begin = handoff.shipped if region.component is Component.FULL else segment.first_token
+        assert region.first_token == begin, "regions follow one another without gap"
+        first = 0
+        if region.component is not Component.STATE:
+            first = (region.first_token - segment.first_token) // self.decode.pool.page_size
+        target = handoff.open.pages[region.component][first : first + len(region.pages)]
+        assert len(target) == len(region.pages)
+        assert region.pages.all()
+        there = self.prefill.runner.memory.buffers[region.component].as_bytes()
+        self.decode.runner.memory.buffers[region.component].as_bytes()[target] = there[region.pages]
+        if region.component is Component.FULL:
+            handoff.shipped += region.tokens
+        if region.first_token + region.tokens == handoff.total:
+            handoff.sent.append(region.component)
 
     def assert_clean(self) -> None:
         """Nothing is held by anybody any more."""
         for engine in (self.decode, self.prefill):
             assert engine.core.idle
             assert not list(engine.core.holdings())
-            assert engine.pool.available_pages == engine.pool.total_pages
+            assert engine.pool.census(()).idle
+            for component in engine.pool.layout.components:
+                assert engine.pool.parts.available(component) == engine.pool.supply.total(component)
