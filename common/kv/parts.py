@@ -91,6 +91,13 @@ class PoolParts:
         first, last = whole_pages(start, self.page_size), pages_for_tokens(end, self.page_size)
         return self.rows.view(record.req_pool_idx, first, last)
 
+    def readable_ids(self, record: ReqKvInfo, component: Component) -> I32:
+        """All that the record may read of the component: its own, and what its lease protects."""
+        if record.prefix_lock is None:
+            return self.own_ids(record, component)
+        leased = self.supply.prefix.pages(record.prefix_lock).of(component)
+        return live_ids(np.concatenate((leased, self.own_ids(record, component))))
+
     def own_ids(self, record: ReqKvInfo, component: Component) -> I32:
         """What the record owns of the component, beyond what is the tree's."""
         match component:

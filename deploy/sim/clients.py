@@ -91,7 +91,7 @@ class Clients:
     def judge(self, settings: WorldSettings, *, faulty: bool) -> None:
         """Raises AssertionError for the first answer that a correct system cannot give."""
         for request in self.requests.values():
-            expected = fake_answer(request.prompt, request.sampling, settings.max_context_len)
+            expected = fake_answer(request.prompt, request.sampling, settings.max_context_len, layout=settings.layout)
             _judge_tokens(request, expected)
             if request.outcome in ("stop", "length"):
                 _judge_complete(request, expected)

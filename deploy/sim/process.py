@@ -20,7 +20,7 @@ from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.ids import CONTROLLER, Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.checker import InvariantChecker
-from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.messages import (
     PROTOCOL_VERSION,
@@ -185,16 +185,22 @@ class WorkerProcess(MemberProcess):
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         settings = world.settings
-        pages = settings.prefill_pages if role == "prefill" else settings.decode_pages
+        config = settings.prefill_config if role == "prefill" else settings.decode_config
+        num_pages = settings.num_pages(role)
         self.pool = KvPool(
-            KvLayout(settings.page_size),
-            {Component.FULL: pages + 1},
+            settings.layout,
+            num_pages,
             settings.rows,
             settings.max_context_len,
             settings.prefix_cache,
+            step_tokens=config.chunk_tokens,
         )
         self.runner: FakeRunner = fake_runner(
-            pages + 1, settings.page_size, max_positions=settings.max_context_len, cost=settings.step
+            num_pages,
+            settings.page_size,
+            layout=settings.layout,
+            max_positions=settings.max_context_len,
+            cost=settings.step,
         )
         self.core: EngineCore
         if role == "prefill":
@@ -324,26 +330,24 @@ class WorkerProcess(MemberProcess):
 
     def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
-        assert component is Component.FULL, "the cores keep books of one pool"
         owner = f"{self.owners[key]}#"
         for holding in self.core.holdings():
             if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
-                record = holding.record
-                own = self.pool.pages_of(record, record.cache_protected_len, record.kv_allocated_len)
+                own = self.pool.parts.own_ids(holding.record, component)
                 if set(pages.tolist()).issubset(own.tolist()):
                     return
-        raise AssertionError(f"{self.stamp.worker}: {key} writes pages {pages.tolist()}, which are not its own")
+        what = f"{component} pages {pages.tolist()}"
+        raise AssertionError(f"{self.stamp.worker}: {key} writes {what}, which are not its own")
 
     def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1: what is read for a hand-off is still held for it."""
-        assert component is Component.FULL, "the cores keep books of one pool"
         for holding in self.core.holdings():
             if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
-                held = self.pool.pages_for_row(holding.record, holding.record.kv_allocated_len)
+                held = self.pool.parts.readable_ids(holding.record, component)
                 if set(pages.tolist()).issubset(held.tolist()):
                     return
         raise AssertionError(
-            f"{self.stamp.worker}: pages {pages.tolist()} are read for {key}, which does not hold them"
+            f"{self.stamp.worker}: {component} pages {pages.tolist()} are read for {key}, which does not hold them"
         )
 
     @property

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
 from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
+from baton.common.kv.layout import Component, KvLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,13 @@ class LinkFaults:
 
 
 NO_FAULTS = LinkFaults()
+LAYOUTS = ((True, False, False),) * 3 + (
+    (True, True, False),
+    (True, False, True),
+    (True, True, True),
+    (False, True, False),
+)
+"""(full, sliding, recurrent): half of the worlds run a model whose layers all attend to everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +46,13 @@ class WorldSettings:
     decode: int = 2
     gateways: int = 1
     page_size: int = 4
+    full: bool = True  # the layout of the model: layers that attend to everything ...
+    window: int = 0  # ... that slide, over so many tokens; 0: none
+    state: bool = False  # ... that recur
     prefill_pages: int = 64
     decode_pages: int = 64
+    swa_pages: int = 1 << 20  # sliding pages per worker; at most as many as it has for full attention
+    state_slots: int = 16  # per worker
     rows: int = 8
     prefix_cache: Literal["radix", "chunk"] = "radix"
     max_context_len: int = 128
@@ -70,6 +84,20 @@ class WorldSettings:
         default_factory=lambda: LivenessConfig(heartbeat_interval_s=0.4, start_deadline_s=20.0)
     )
 
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(self.page_size, full=self.full, window=self.window, state=self.state)
+
+    def num_pages(self, role: str) -> dict[Component, int]:
+        """Of each component of a worker's pool, the null page counted."""
+        pages = self.prefill_pages if role == "prefill" else self.decode_pages
+        counts = {
+            Component.FULL: pages,
+            Component.SWA: min(pages, self.swa_pages),
+            Component.STATE: self.state_slots,
+        }
+        return {component: counts[component] + 1 for component in self.layout.components}
+
 
 def random_settings(seed: int) -> WorldSettings:
     """A small cluster of any shape, with any mixture of faults; every fourth one without any."""
@@ -92,7 +120,7 @@ def random_settings(seed: int) -> WorldSettings:
         region_damaged=rate(0.05),
         region_lost=rate(0.03),
     )
-    return WorldSettings(
+    settings = WorldSettings(
         prefill=rng.choice((0, 1, 1, 2, 2)),
         decode=rng.choice((1, 2, 2, 3)),
         gateways=rng.choice((1, 1, 2)),
@@ -130,4 +158,17 @@ def random_settings(seed: int) -> WorldSettings:
             local_prefill_max_tokens=rng.choice((0, 0, 8)),
         ),
         prefix_cache="chunk" if rng.random() < 0.2 else "radix",
+    )
+    full, slides, state = rng.choice(LAYOUTS)
+    window = rng.choice((5, 11, 32)) if slides else 0
+    # Enough for the largest request, so that only full attention makes one too long; not for many at a time.
+    chunk = max(settings.prefill_config.chunk_tokens, settings.decode_config.chunk_tokens, page_size)
+    needed = 2 * window // page_size + chunk // page_size + 6
+    return dataclasses.replace(
+        settings,
+        full=full,
+        window=window,
+        state=state,
+        swa_pages=needed + rng.randint(0, 2 * needed),
+        state_slots=rng.choice((2, 4, 16)),
     )

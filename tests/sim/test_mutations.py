@@ -50,16 +50,16 @@ def free_on_abort_without_fence(patch):
     """`abort_mid_write`: decode frees the destination pages as soon as it gives up."""
     let_go, failed, committed = DecodeCore._let_go, DecodeCore._on_sink_failed, DecodeCore._on_committed
 
-    def mutated_let_go(self, request, failure):
+    def mutated_let_go(self, request, failure, now):
         incoming = isinstance(request.state, Incoming)
-        let_go(self, request, failure)
+        let_go(self, request, failure, now)
         if incoming:
             self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
             request.state = Done()
 
     def unless_freed(original):
         def mutated(self, event, now):
-            if self._handoffs._open[event.key].kv is not None:
+            if self._handoffs._open[event.key][0].kv is not None:
                 original(self, event, now)
             else:
                 self._handoffs.close(event.key)
@@ -136,7 +136,7 @@ def insert_what_has_not_landed(patch):
     failed = DecodeCore._on_sink_failed
 
     def mutated(self, event, now):
-        request = self._handoffs._open[event.key]
+        request, _ = self._handoffs._open[event.key]
         failed(self, dataclasses.replace(event, landed_until=request.fill_len), now)
 
     patch.setattr(DecodeCore, "_on_sink_failed", mutated)
@@ -165,12 +165,12 @@ def leak_a_lock(patch):
     release = KvPool.release_kv_cache
     calls = 0
 
-    def mutated(self, holder, tokens, is_insert=True):
+    def mutated(self, holder, tokens, is_insert=True, *, effective_len=None):
         nonlocal calls
         calls += 1
         if calls % 50 == 0:
             self.prefix.lock(self.prefix.match_prefix(np.ascontiguousarray(tokens, dtype=np.int32)))
-        release(self, holder, tokens, is_insert)
+        release(self, holder, tokens, is_insert, effective_len=effective_len)
 
     patch.setattr(KvPool, "release_kv_cache", mutated)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.common.kv.layout import Component
 from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.world import run_seed
@@ -60,6 +61,13 @@ def test_different_seeds_differ() -> None:
 def test_seeds_cover_what_they_should() -> None:
     settings = [random_settings(seed) for seed in range(SEEDS)]
     assert {one.page_size for one in settings} == {1, 4, 16}
+    assert {one.layout.components for one in settings} == {
+        (Component.FULL,),
+        (Component.SWA,),
+        (Component.FULL, Component.SWA),
+        (Component.FULL, Component.STATE),
+        (Component.FULL, Component.SWA, Component.STATE),
+    }
     assert {one.prefill for one in settings} == {0, 1, 2}
     assert any(one.crashes == one.pauses == one.partitions == one.cancels == 0 for one in settings)
     assert sum(one.crashes for one in settings) > SEEDS / 2
