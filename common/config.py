@@ -59,11 +59,14 @@ class TiersConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig:
-    """One worker's pool. `num_pages` wins over `pool_bytes`. Page 0 (the null page) comes on top."""
+    """One worker's pool. The counts win over `pool_bytes`, of which they are made else (`kv/sizing.py`). Page 0 (the
+    null page) comes on top."""
 
     page_size: int = 16
     pool_bytes: int = 768 << 20
-    num_pages: int | None = None
+    num_pages: int | None = None  # of the layers that attend to everything; of the model's first kind of layers else
+    swa_pages: int | None = None  # sliding-window layers beside those
+    state_slots: int | None = None  # recurrent layers beside those: one per sequence, and per checkpoint
     prefix_cache: PrefixCacheName = "radix"  # radix, chunk (nothing is shared), or a name that fits only some models
     strip_thinking_cache: bool = False  # answers that began by thinking are not cached: the next turn has no thinking
     tiers: TiersConfig = field(default_factory=TiersConfig)
@@ -225,8 +228,9 @@ def validate(config: ClusterConfig) -> None:
     if config.gateway.request_timeout_s > MAX_REQUEST_S:
         reason = f"must be at most {MAX_REQUEST_S:g}"
         raise ConfigError("gateway.request_timeout_s", config.gateway.request_timeout_s, reason)
-    if config.kv.num_pages is not None and config.kv.num_pages > MAX_PAGES:
-        raise ConfigError("kv.num_pages", config.kv.num_pages, f"must be at most {MAX_PAGES}")
+    for name in ("num_pages", "swa_pages", "state_slots"):
+        if (getattr(config.kv, name) or 0) > MAX_PAGES:
+            raise ConfigError(f"kv.{name}", getattr(config.kv, name), f"must be at most {MAX_PAGES}")
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
@@ -282,6 +286,8 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
 
 def _natural_settings(config: ClusterConfig) -> list[tuple[str, int]]:
     return [
+        ("kv.swa_pages", config.kv.swa_pages or 0),
+        ("kv.state_slots", config.kv.state_slots or 0),
         ("kv.tiers.host_bytes", config.kv.tiers.host_bytes),
         ("decode_worker.num_reserved_decode_tokens", config.decode_worker.num_reserved_decode_tokens),
         ("decode_worker.local_prefill_max_tokens", config.decode_worker.local_prefill_max_tokens),

@@ -19,11 +19,11 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from baton.common import env
-from baton.common.config import FAKE_MODEL, ClusterConfig, from_mapping, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig, KvConfig, from_mapping, validate
 from baton.common.errors import ConfigError
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.sizing import Load, count_fields, size_pools
 from baton.common.units import format_bytes
-
-MIN_POOL_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,11 @@ class ModelFacts(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def kv_bytes_per_token(self, dtype: Any) -> int: ...
+    def layout(self, page_size: int) -> KvLayout: ...
+
+    def component_bytes(self, component: Component, dtype: Any) -> int:
+        """Per token of a paged component, per sequence of the recurrent state."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,40 +194,57 @@ def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterC
 
 
 def _decide_memory(config: ClusterConfig, model: ModelFacts) -> tuple[ClusterConfig, tuple[Decision, ...]]:
-    """Pages from bytes, then the longest sequence that one pool can hold."""
-    decisions: list[Decision] = []
-    kv, page_bytes = config.kv, model.kv_bytes_per_token(config.model.dtype) * config.kv.page_size
-    num_pages = kv.num_pages
-    if num_pages is None:
-        num_pages = kv.pool_bytes // page_bytes
-        if num_pages < MIN_POOL_PAGES:
-            least = f"{MIN_POOL_PAGES} pages of {format_bytes(page_bytes)}"
-            raise ConfigError("kv.pool_bytes", kv.pool_bytes, f"too small for {model.name}: less than {least}")
-        decisions.append(
-            Decision("kv.num_pages", num_pages, f"{format_bytes(kv.pool_bytes)} of pages of {format_bytes(page_bytes)}")
-        )
-    config, length = _decide_length(config, model, num_pages)
-    config = dataclasses.replace(config, kv=dataclasses.replace(kv, num_pages=num_pages))
+    """Pages and slots from bytes, then the longest sequence that one pool can hold."""
+    kv, layout = config.kv, model.layout(config.kv.page_size)
+    unit_bytes = {
+        one: model.component_bytes(one, config.model.dtype) * (1 if one is Component.STATE else kv.page_size)
+        for one in layout.components
+    }
+    load = Load(
+        requests=config.decode_worker.max_running_requests,
+        step_tokens=max(config.prefill_worker.chunk_tokens, config.decode_worker.chunk_tokens),
+        longest=config.model.max_model_len or model.max_positions,
+    )
+    counts, fields = size_pools(layout, unit_bytes, kv, load), count_fields(layout)
+    decisions = [
+        Decision(f"kv.{field}", counts[one], f"{one}: {format_bytes(unit_bytes[one])} each, of {_total(kv)}")
+        for one, field in fields.items()
+        if getattr(kv, field) is None
+    ]
+    # Of a model that keeps only a window or a state, one pool holds sequences of any length.
+    pool_tokens = counts[Component.FULL] * kv.page_size if layout.full else None
+    config, length = _decide_length(config, model, pool_tokens)
+    found = {field: counts[one] for one, field in fields.items()}
+    kv = dataclasses.replace(
+        kv,
+        num_pages=found["num_pages"],
+        swa_pages=found.get("swa_pages", 0),
+        state_slots=found.get("state_slots", 0),
+    )
+    config = dataclasses.replace(config, kv=kv)
     return config, (*decisions, *length)
 
 
+def _total(kv: KvConfig) -> str:
+    return format_bytes(kv.pool_bytes) if kv.num_pages is None else f"{kv.num_pages} pages"
+
+
 def _decide_length(
-    config: ClusterConfig, model: ModelFacts, num_pages: int
+    config: ClusterConfig, model: ModelFacts, pool_tokens: int | None
 ) -> tuple[ClusterConfig, tuple[Decision, ...]]:
-    pool_tokens = num_pages * config.kv.page_size
     wanted = config.model.max_model_len
     if wanted is None:
-        wanted = min(model.max_positions, pool_tokens)
+        wanted = model.max_positions if pool_tokens is None else min(model.max_positions, pool_tokens)
         why = "all that the model can" if wanted == model.max_positions else "all that one pool can hold"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=wanted))
         return config, (Decision("model.max_model_len", wanted, why),)
     if wanted > model.max_positions:
         raise ConfigError("model.max_model_len", wanted, f"{model.name} has {model.max_positions} positions")
-    if wanted > pool_tokens:
+    if pool_tokens is not None and wanted > pool_tokens:
         raise ConfigError(
             "model.max_model_len",
             wanted,
-            f"a pool of {num_pages} pages of {config.kv.page_size} tokens holds {pool_tokens} tokens",
+            f"a pool of {pool_tokens // config.kv.page_size} pages of {config.kv.page_size} holds {pool_tokens} tokens",
             f"raise {'kv.pool_bytes' if config.kv.num_pages is None else 'kv.num_pages'}",
         )
     return config, ()

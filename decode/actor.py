@@ -18,3 +18,6 @@ class DecodeActor(WorkerActor):
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.decode_worker.max_running_requests + config.decode_worker.max_sessions
+
+    def step_tokens(self, config: ClusterConfig) -> int:
+        return config.decode_worker.chunk_tokens

@@ -77,15 +77,16 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
 
 
 def print_census(status: GatewayStatus, console: Console) -> None:
-    """Who owns the pages of every worker."""
+    """Who owns the pages of every worker; one more line for each further component of the model's KV."""
     table = _table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
-        census = _account(status, worker.worker).census
-        if not census:
-            continue
-        lost = unaccounted(census)
-        verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
-        table.add_row(worker.worker, *(str(census[name]) for name in PAGE_CLASSES), str(census["total"]), verdict)
+        account = _account(status, worker.worker)
+        rows = {worker.worker: account.census} if account.census else {}
+        rows |= {f"  {name}": one for name, one in account.components.items()}
+        for name, census in rows.items():
+            lost = unaccounted(census)
+            verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
+            table.add_row(name, *(str(census[one]) for one in PAGE_CLASSES), str(census["total"]), verdict)
     console.print(table)
     if all_idle(status):
         console.print("[green]Every page of every worker is free or cached.[/]")
@@ -102,15 +103,20 @@ def unaccounted(census: dict[str, int]) -> int:
 
 def all_accounted(status: GatewayStatus) -> bool:
     accounts = [_account(status, worker.worker) for worker in status.workers]
-    return not any(unaccounted(account.census) for account in accounts if account.census)
+    return not any(unaccounted(census) for account in accounts for census in _censuses(account))
 
 
 def all_idle(status: GatewayStatus) -> bool:
     """Every worker that has pages told of them, and all are free or cached."""
-    censuses = [
-        _account(status, worker.worker).census for worker in status.workers if worker.role in ("prefill", "decode")
-    ]
-    return bool(censuses) and all(census and is_idle(census) for census in censuses)
+    accounts = [_account(status, worker.worker) for worker in status.workers if worker.role in ("prefill", "decode")]
+    return bool(accounts) and all(
+        account.census and all(is_idle(census) for census in _censuses(account)) for account in accounts
+    )
+
+
+def _censuses(account: WorkerAccount) -> list[dict[str, int]]:
+    """Of every component that it tells of."""
+    return [account.census, *account.components.values()] if account.census else []
 
 
 def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> None:

@@ -57,4 +57,5 @@ class WorkerAccount(Struct, frozen=True, kw_only=True):
     """What is read of a worker's own account (`baton.transfer.worker.WorkerStatus`) in `details`."""
 
     census: dict[str, int] = {}
+    components: dict[str, dict[str, int]] = {}  # beside the model's first kind of layers
     lanes: list[LaneState] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast, final
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
 from baton.common.errors import ConfigError, ErrorCode, RequestError
+from baton.common.kv.layout import Component, KvLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,10 @@ class FakeModelInfo:
     vocab_size: int = FAKE_VOCAB_SIZE
     eos_token_ids: tuple[int, ...] = (_FAKE_END,)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
+    def layout(self, page_size: int) -> KvLayout:
+        return KvLayout(page_size)
+
+    def component_bytes(self, component: Component, dtype: str) -> int:
         return FAKE_BYTES_PER_TOKEN
 
 

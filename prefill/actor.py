@@ -18,3 +18,6 @@ class PrefillActor(WorkerActor):
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.prefill_worker.max_queued_requests
+
+    def step_tokens(self, config: ClusterConfig) -> int:
+        return config.prefill_worker.chunk_tokens

@@ -10,7 +10,7 @@ anything about a request (the role's core does), or touches KV state off the eng
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -22,10 +22,13 @@ from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
 from baton.common.engine.loop import EngineLoop
-from baton.common.errors import BatonError, ConfigError
+from baton.common.errors import BatonError
 from baton.common.ids import Stamp
+from baton.common.kv.census import Census
 from baton.common.kv.checker import InvariantChecker, who_holds
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
+from baton.common.kv.sizing import decided_counts
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
 from baton.common.messages import Load
@@ -63,7 +66,8 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """One worker's account of itself. `census` holds pages per owner class; they add up to `census["total"]`."""
+    """One worker's account of itself. `census` holds pages per owner class; they add up to `census["total"]`. It is
+    that of the model's first component, `components` has those of the others, by name."""
 
     worker: str
     role: str
@@ -72,6 +76,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...]
     load: Load
     census: dict[str, int]
+    components: dict[str, dict[str, int]] = {}
     lanes: tuple[LaneStatus, ...]
     hand_offs: int
     counters: dict[str, int]
@@ -88,19 +93,19 @@ class _Loaded:
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
-    """The runner of the configured model, over a buffer of `kv.num_pages` pages and the null page."""
+    """The runner of the configured model, over as many pages and slots as are configured, and the null ones."""
     config = spec.config
-    num_pages = config.kv.num_pages
-    if num_pages is None:
-        raise ConfigError("kv.num_pages", None, "is still undecided", "start workers with a resolved configuration")
     if config.model.model == FAKE_MODEL:
-        return fake_runner(num_pages + 1, config.kv.page_size)
+        layout = KvLayout(config.kv.page_size)
+        return fake_runner(_with_null(decided_counts(config.kv, layout)), config.kv.page_size)
     from baton.common.engine.torch_runner import TorchRunner  # heavy, and not needed for the fake model
+    from baton.common.model.loading import model_info
 
+    layout = model_info(config.model.model, progress).layout(config.kv.page_size)
     return TorchRunner.load(
         config.model.model,
         dtype=config.model.dtype,
-        num_pages=num_pages + 1,
+        num_pages=_with_null(decided_counts(config.kv, layout)),
         page_size=config.kv.page_size,
         attention=config.model.attention,
         threads=len(spec.cores) or max(1, (os.cpu_count() or 1) // (config.prefill + config.decode)),
@@ -108,14 +113,21 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     )
 
 
+def _with_null(counts: Mapping[Component, int]) -> dict[Component, int]:
+    return {component: count + 1 for component, count in counts.items()}
+
+
 class WorkerProcess:
     """Everything in one worker but Ray: `ClusterProcess`. What is told from outside, from any thread."""
 
-    def __init__(self, spec: ProcessSpec, make_core: CoreFactory, max_rows: int, make_runner: RunnerFactory) -> None:
+    def __init__(
+        self, spec: ProcessSpec, make_core: CoreFactory, max_rows: int, step_tokens: int, make_runner: RunnerFactory
+    ) -> None:
         self._spec = spec
         self._stamp = spec.new_stamp()
         self._make_core = make_core
         self._max_rows = max_rows
+        self._step_tokens = step_tokens
         self._make_runner = make_runner
         self._clock = MonotonicClock()
         self._loaded: _Loaded | None = None
@@ -136,6 +148,7 @@ class WorkerProcess:
             max_context_len,
             config.kv.prefix_cache,
             TransitionLog(self._clock),
+            self._step_tokens,
         )
         core = self._make_core(self._stamp, pool, config, max_context_len)
         checker = InvariantChecker()
@@ -167,7 +180,7 @@ class WorkerProcess:
         """Raises TimeoutError when the engine does not come to the end of its step."""
         loaded, spec = self._running, self._spec
         snapshot = loaded.io.snapshot()
-        census = self.census()
+        census = self._checked_census()
         counters = {f"endpoint.{name}": value for name, value in snapshot.endpoint.items()}
         counters |= {f"io.dropped.{name}": value for name, value in snapshot.dropped.items()}
         counters |= {f"mesh.{name}": value for name, value in asdict(snapshot.mesh).items()}
@@ -179,28 +192,22 @@ class WorkerProcess:
             pid=os.getpid(),
             cores=spec.cores,
             load=loaded.engine.load(),
-            census=census,
+            census=census.by_class(),
+            components={one.component.value: one.by_class() for one in census.others},
             lanes=_lane_statuses(loaded.io),
             hand_offs=snapshot.hand_offs,
             counters=counters,
         )
 
     def census(self) -> dict[str, int]:
-        """Pages per owner class, checked: the engine thread walks the invariants first."""
+        """Pages per owner class, of the model's first component."""
+        return self._checked_census().by_class()
+
+    def _checked_census(self) -> Census:
+        """The engine thread walks the invariants first."""
         loaded = self._running
         taken = loaded.engine.call(lambda: InvariantChecker().check(loaded.pool, loaded.core.holdings()))
-        census = taken.result(CALL_TIMEOUT_S)
-        return {
-            "total": census.total,
-            "free": census.free,
-            "cached": census.cached_evictable,
-            "cached_locked": census.cached_locked,
-            "request": census.request,
-            "session": census.session,
-            "incoming": census.incoming,
-            "outgoing": census.outgoing,
-            "quarantined": census.quarantined,
-        }
+        return taken.result(CALL_TIMEOUT_S)
 
     def page_owner(self, page: int) -> str:
         """Who holds this page and since when, for people. Raises ValueError for a page that the pool does not have."""
@@ -254,7 +261,8 @@ class WorkerActor(ProcessActor):
     """The Ray shell of a worker: what operators ask. A role says which core it runs."""
 
     def make_process(self, spec: ProcessSpec) -> WorkerProcess:
-        self._process = WorkerProcess(spec, self.make_core, self.max_rows(spec.config), self.make_runner)
+        rows, step_tokens = self.max_rows(spec.config), self.step_tokens(spec.config)
+        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, self.make_runner)
         return self._process
 
     def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
@@ -262,6 +270,10 @@ class WorkerActor(ProcessActor):
 
     def max_rows(self, config: ClusterConfig) -> int:
         """Most requests that hold KV at one time."""
+        raise NotImplementedError
+
+    def step_tokens(self, config: ClusterConfig) -> int:
+        """Most tokens that one step computes of one request."""
         raise NotImplementedError
 
     def make_runner(self, spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:

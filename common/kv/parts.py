@@ -41,13 +41,13 @@ class PoolParts:
         self.layout = layout
         self.page_size = layout.page_size
         self.supply = Supply(layout, num_pages, prefix_cache, transitions)
-        self.rows = RowTable(max_rows, pages_for_tokens(max_context_len, layout.page_size))
+        width = pages_for_tokens(max_context_len, layout.page_size) if layout.paged else 1
+        self.rows = RowTable(max_rows, width)
         self.sharing = shares_prefixes(prefix_cache)
         self.window: SlidingWindow | None = None
         if layout.window:
             table = self.rows.beside() if layout.full else self.rows
-            step = max(step_tokens, layout.page_size)
-            self.window = SlidingWindow(layout, self.supply, table, step, sharing=self.sharing)
+            self.window = SlidingWindow(layout, self.supply, table, step_tokens, sharing=self.sharing)
         if layout.state and self.supply.total(Component.STATE) < LEAST_STATE_SLOTS:
             raise ValueError("a sequence needs a slot of its own beside that of the checkpoint it begins with")
         self.states = StateSlots(self.supply) if layout.state else None

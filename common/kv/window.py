@@ -28,9 +28,19 @@ from baton.common.kv.verdicts import RefusalReason, Refused
 from baton.common.units import page_ceil, page_floor, pages_for_tokens, whole_pages
 
 
+def most_pages(layout: KvLayout, step_tokens: int, sharing: bool) -> int:
+    """How many sliding pages one record may own and lock at one time, whatever its length. `step_tokens`: most tokens
+    that one step computes of it. `sharing`: there is a prefix tree."""
+    page_size, step_tokens = layout.page_size, max(step_tokens, layout.page_size)
+    rounding = (1 + sharing) * (page_size - 1)  # of where the window begins
+    ahead = pages_for_tokens(layout.window - 1 + rounding + step_tokens, page_size)
+    locked = whole_pages(layout.window - 1 + page_size - 1, page_size) if sharing else 0
+    return ahead + locked
+
+
 class SlidingWindow:
-    """`step_tokens`: most tokens that one step computes of one record. `sharing`: there is a prefix tree; then the
-    window of the last whole page stays, so that what is inserted can be matched."""
+    """`step_tokens` as for `most_pages`. `sharing`: there is a prefix tree; then the window of the last whole page
+    stays, so that what is inserted can be matched."""
 
     def __init__(self, layout: KvLayout, supply: Supply, rows: RowTable, step_tokens: int, *, sharing: bool) -> None:
         self.rows = rows
@@ -39,10 +49,7 @@ class SlidingWindow:
         self._page_size = layout.page_size
         self._supply = supply
         self._sharing = sharing
-        rounding = (1 + sharing) * (layout.page_size - 1)  # of where the window begins
-        ahead = pages_for_tokens(layout.window - 1 + rounding + step_tokens, layout.page_size)
-        locked = whole_pages(layout.window - 1 + layout.page_size - 1, layout.page_size) if sharing else 0
-        self.most_pages = ahead + locked
+        self.most_pages = most_pages(layout, step_tokens, sharing)
 
     @property
     def total_pages(self) -> int:

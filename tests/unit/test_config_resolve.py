@@ -10,6 +10,9 @@ import pytest
 
 from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.pool import KvPool
+from baton.common.kv.sizing import decided_counts
 from baton.common.resolve import (
     Decision,
     Layer,
@@ -32,9 +35,15 @@ class Facts:
     name: str = "tiny"
     max_positions: int = 1000
     bytes_per_token: int = 1024
+    window: int = 0
+    state_bytes: int = 0
+    full: bool = True
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        return self.bytes_per_token
+    def layout(self, page_size: int) -> KvLayout:
+        return KvLayout(page_size, full=self.full, window=self.window, state=self.state_bytes > 0)
+
+    def component_bytes(self, component: Component, dtype: str) -> int:
+        return self.state_bytes if component is Component.STATE else self.bytes_per_token
 
 
 def decide(*assignments: str, machine: Machine = FULL, facts: Facts | None = None) -> Resolved:
@@ -203,3 +212,61 @@ def test_every_setting_can_be_read_by_its_name() -> None:
 def test_layers_are_checked_as_a_whole() -> None:
     with pytest.raises(ConfigError, match="smaller than one hand-off's credit"):
         merge([Layer("a", {"transfer": {"region_bytes": 64 << 20}})])
+
+
+GEMMA = Facts(window=512, bytes_per_token=4096)
+
+
+def test_a_window_beside_full_attention_gets_what_its_requests_need_and_at_most_as_many_pages() -> None:
+    kv = decide("kv.pool_bytes=1073741824", "decode_worker.max_running_requests=8", facts=GEMMA).config.kv
+    # (511 + 2 * 15 + 512) / 16 pages behind and ahead, and 32 that the prefix tree's lease locks
+    assert kv.swa_pages == 2 * 8 * (66 + 32)
+    assert (kv.num_pages or 0) + (kv.swa_pages or 0) == (1 << 30) // (16 * 4096)
+    crowded = decide("kv.pool_bytes=1073741824", "decode_worker.max_running_requests=500", facts=GEMMA).config.kv
+    assert crowded.swa_pages == crowded.num_pages == (1 << 30) // (2 * 16 * 4096)
+    given = decide("kv.num_pages=300", facts=GEMMA).config.kv
+    assert (given.num_pages, given.swa_pages, given.state_slots) == (300, 300, 0)
+    assert decide("kv.swa_pages=120", facts=GEMMA).config.kv.swa_pages == 120
+
+
+def test_states_get_three_slots_per_request_within_a_quarter() -> None:
+    facts = Facts(state_bytes=1 << 20)
+    kv = decide("kv.pool_bytes=1073741824", "decode_worker.max_running_requests=8", facts=facts).config.kv
+    assert kv.state_slots == 24
+    assert kv.num_pages == ((1 << 30) - (24 << 20)) // (16 * 1024)
+    kv = decide("kv.pool_bytes=1073741824", "decode_worker.max_running_requests=800", facts=facts).config.kv
+    assert kv.state_slots == 256
+    only = decide("kv.pool_bytes=1073741824", facts=Facts(state_bytes=1 << 20, full=False))
+    assert (only.config.kv.num_pages, only.config.kv.state_slots) == (1024, 0)
+    assert only.config.model.max_model_len == 1000  # of any length, as far as the pool is concerned
+
+
+@pytest.mark.parametrize(
+    ("facts", "assignments", "field", "reason"),
+    [
+        (GEMMA, ["kv.pool_bytes=8000000"], "kv.pool_bytes", "swa pages"),
+        (GEMMA, ["kv.swa_pages=30"], "kv.swa_pages", "swa pages"),
+        (Facts(state_bytes=1 << 20), ["kv.pool_bytes=4000000"], "kv.pool_bytes", "2 state slots of 1.0 MiB"),
+        (Facts(state_bytes=1 << 20), ["kv.state_slots=1"], "kv.state_slots", "2 state slots"),
+        (Facts(full=False, window=100), ["kv.pool_bytes=100000"], "kv.pool_bytes", "swa pages"),
+    ],
+)
+def test_pools_too_small_for_one_request_are_refused(
+    facts: Facts, assignments: list[str], field: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(*assignments, facts=facts)
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+
+
+def test_what_is_decided_is_enough_for_the_longest_request() -> None:
+    """The pool agrees: nothing that passes the door is too long for it."""
+    for facts in (GEMMA, Facts(state_bytes=4096, window=64), Facts(full=False, window=40), Facts(state_bytes=64)):
+        resolved = decide("kv.pool_bytes=20000000", facts=facts).config
+        layout = facts.layout(resolved.kv.page_size)
+        counts = {one: count + 1 for one, count in decided_counts(resolved.kv, layout).items()}
+        longest = resolved.model.max_model_len
+        assert longest is not None
+        pool = KvPool(layout, counts, 4, longest, step_tokens=resolved.prefill_worker.chunk_tokens)
+        assert pool.longest == longest

@@ -109,6 +109,19 @@ def test_pages_in_use_and_pages_lost_are_told_apart() -> None:
     assert "1 LOST" in shown_by(print_status, lost)
 
 
+def test_every_component_has_a_line_and_a_verdict() -> None:
+    status = status_with()
+    slots = {**dict.fromkeys(IDLE, 0), "free": 5, "incoming": 1, "total": 6}
+    status.details["decode-0"]["components"] = {"swa": IDLE, "state": slots}  # type: ignore[index]
+    shown = shown_by(print_status, status)
+    lines = {line.split()[0]: line for line in shown.splitlines() if line.split()}
+    assert "idle" in lines["swa"]
+    assert "in use" in lines["state"]
+    assert (all_idle(status), all_accounted(status)) == (False, True)
+    slots["free"] = 4
+    assert not all_accounted(status)
+
+
 @given(st.lists(st.text("ab \n", max_size=12), max_size=20))
 def test_wrapping_changes_nothing_but_spaces_into_line_ends(parts: list[str]) -> None:
     out: list[str] = []
