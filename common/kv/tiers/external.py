@@ -1,5 +1,5 @@
 """`SharedDirectoryStore`: pages in a directory that many workers, also of other hosts, read and write at once: the
-external store. docs/adr/0008 says why it is this and not LMCache.
+external store. docs/adr/0009 says why it is this and not LMCache.
 
 Owns: nothing alone. Never: keeps an index of what others change under it, or takes a lock.
 
