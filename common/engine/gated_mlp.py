@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from baton.common.engine.children import children_of
 from baton.common.engine.linears import CompiledLinear, OneDnnLinear
 from baton.common.engine.pointwise import CompiledSilu
 
@@ -59,11 +60,10 @@ class GatedMlp(nn.Module):
 def replace_gated_mlps(model: nn.Module) -> None:
     """After `pack_linears` and `replace_pointwise`."""
     scratch = Scratch()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = _replacement(child, scratch)
-            if replacement is not None:
-                setattr(parent, name, replacement)
+    for parent, name, child in children_of(model):
+        replacement = _replacement(child, scratch)
+        if replacement is not None:
+            setattr(parent, name, replacement)
 
 
 def _replacement(block: nn.Module, scratch: Scratch) -> GatedMlp | None:

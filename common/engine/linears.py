@@ -14,6 +14,7 @@ import ctypes
 import torch
 from torch import nn
 
+from baton.common.engine.children import children_of
 from baton.common.engine.kernels import Kernels, LinearArgs
 from baton.common.memory import system_memory
 
@@ -79,12 +80,7 @@ class OneDnnLinear(nn.Module):
 def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
     """Replaces every plain linear layer of `model`. Without `kernels` float32 goes to oneDNN too; where that is missing
     as well, layers stay as they are."""
-    found = [
-        (parent, name, child)
-        for parent in list(model.modules())
-        for name, child in list(parent.named_children())
-        if type(child) is nn.Linear
-    ]
+    found = [(parent, name, child) for parent, name, child in children_of(model) if type(child) is nn.Linear]
     compiled = [child for _, _, child in found if kernels is not None and child.weight.dtype == torch.float32]
     floats = sum(packed_floats(child) for child in compiled)
     arena = system_memory(4 * floats).view(torch.float32) if floats else torch.empty(0)  # one block: one stream

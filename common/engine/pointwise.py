@@ -13,6 +13,7 @@ import inspect
 import torch
 from torch import nn
 
+from baton.common.engine.children import children_of
 from baton.common.engine.kernels import Kernels, NormArgs, SiluArgs
 
 _EPS_NAMES = ("variance_epsilon", "eps")
@@ -73,13 +74,11 @@ def replace_pointwise(model: nn.Module, kernels: Kernels) -> None:
     """Replaces every SiLU of `model`, and every norm that our kernel is found to reproduce."""
     from transformers.activations import SiLUActivation
 
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            replacement = (
-                CompiledSilu(kernels) if type(child) in (nn.SiLU, SiLUActivation) else _norm_replacement(child, kernels)
-            )
-            if replacement is not None:
-                setattr(parent, name, replacement)
+    for parent, name, child in children_of(model):
+        silu = type(child) in (nn.SiLU, SiLUActivation)
+        replacement = CompiledSilu(kernels) if silu else _norm_replacement(child, kernels)
+        if replacement is not None:
+            setattr(parent, name, replacement)
 
 
 def _norm_replacement(norm: nn.Module, kernels: Kernels) -> CompiledRmsNorm | None:

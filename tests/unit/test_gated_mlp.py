@@ -10,19 +10,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from baton.common.engine.gated_mlp import LARGEST_KEPT_BYTES, GatedMlp, Scratch, replace_gated_mlps
-from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
+from baton.common.engine.kernels import Kernels
 from baton.common.engine.linears import pack_linears
 from baton.common.engine.pointwise import replace_pointwise
 
 HIDDEN, INNER = 80, 200
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
 
 
 def llama_mlp(bias: bool = False) -> LlamaMLP:

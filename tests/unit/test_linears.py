@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
+from baton.common.engine.kernels import Kernels
 from baton.common.engine.linears import CompiledLinear, OneDnnLinear, pack_linears
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
 
 
 class Block(nn.Module):

@@ -9,16 +9,8 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from baton.common.engine.kernels import KernelBuildError, Kernels, load_kernels
+from baton.common.engine.kernels import Kernels
 from baton.common.engine.pointwise import CompiledRmsNorm, CompiledSilu, replace_pointwise
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma2RMSNorm])

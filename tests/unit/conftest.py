@@ -1,0 +1,21 @@
+"""What several unit tests need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from baton.common.engine.kernels import Kernels
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    """The compiled kernels, where there is a compiler."""
+    from baton.common.engine.kernels import KernelBuildError, load_kernels  # heavy, and most tests need no model
+
+    try:
+        return load_kernels()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
