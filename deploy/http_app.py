@@ -80,6 +80,7 @@ class HttpApi:
         for path, handler in pages.items():
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
+        app.add_exception_handler(RequestError, self.refused)
         app.add_exception_handler(RequestValidationError, self.malformed_path)
         app.add_exception_handler(Exception, self.internal_error)
         return app
@@ -139,16 +140,10 @@ class HttpApi:
 
     async def open_session(self, request: Request) -> Response:
         """Its KV stays on its decode worker between turns; requests name it as `session_id`."""
-        try:
-            return _json(SessionCard(id=self._gateway.open_session(_owner(request))), 201)
-        except RequestError as error:
-            return _error_response(error)
+        return _json(SessionCard(id=self._gateway.open_session(_owner(request))), 201)
 
     async def close_session(self, request: Request, session_id: str) -> Response:
-        try:
-            self._gateway.close_session(SessionId(session_id), _owner(request))
-        except RequestError as error:
-            return _error_response(error)
+        self._gateway.close_session(SessionId(session_id), _owner(request))
         return Response(status_code=204)
 
     # -------------------------------------------------------------------------------------------- others
@@ -183,10 +178,11 @@ class HttpApi:
 
     async def page_owner(self, worker: str, page: int) -> Response:
         """Who holds one KV page of a worker, and its last transitions."""
-        try:
-            return _json({"owner": await self._gateway.workers.page_owner(worker, page)})
-        except RequestError as error:
-            return _error_response(error)
+        return _json({"owner": await self._gateway.workers.page_owner(worker, page)})
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return _error_response(error)
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the API's own error shape."""
