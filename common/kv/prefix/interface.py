@@ -41,6 +41,10 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+_PLACE = {component: place for place, component in enumerate(Component)}
+"""Where a tuple by component has each of them."""
+
+
 class GroupCounts(NamedTuple):
     """A number of pages, or of state slots, per component."""
 
@@ -49,13 +53,7 @@ class GroupCounts(NamedTuple):
     state: int = 0
 
     def of(self, component: Component) -> int:
-        match component:
-            case Component.FULL:
-                return self.full
-            case Component.SWA:
-                return self.swa
-            case Component.STATE:
-                return self.state
+        return self[_PLACE[component]]
 
 
 class GroupPages(NamedTuple):
@@ -71,13 +69,7 @@ class GroupPages(NamedTuple):
     state: I32 = NO_IDS
 
     def of(self, component: Component) -> I32:
-        match component:
-            case Component.FULL:
-                return self.full
-            case Component.SWA:
-                return self.swa
-            case Component.STATE:
-                return self.state
+        return self[_PLACE[component]]
 
     @property
     def state_slot(self) -> int:
