@@ -68,10 +68,10 @@ class WaitingRequests:
         # Without outputs the last prompt token is computed again: its logits choose the first output.
         max_prefix = len(fill) - 1 if request.wants_first_token else len(fill)
         slot = self._sessions.find(request.session_id)
-        if slot is not None:
-            reusable = self._sessions.reusable(slot, fill[:max_prefix])
-            slot = slot if reusable else None
-            max_prefix = reusable if slot is not None else max_prefix
+        if slot is not None and (reusable := self._sessions.reusable(slot, fill[:max_prefix])):
+            max_prefix = reusable
+        else:
+            slot = None
         return Candidate(
             holder=request,
             request_id=request.key[0],
