@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from baton.common.kv.tiers.keys import PageKey
-from baton.common.kv.tiers.pagefile import Complaints, PageFormat, Verdict, own_directory, path_of, scan
+from baton.common.kv.tiers.pagefile import PageFiles, Verdict, path_of, scan
 from baton.common.kv.tiers.store import Bytes, Demote, StoreCounters, StoreUnavailable
-from baton.common.units import format_bytes
 
 
 class DiskStore:
@@ -34,15 +33,11 @@ class DiskStore:
         self.page_bytes = page_bytes
         self.capacity_bytes = capacity_bytes
         self.counters = StoreCounters()
-        self._format = PageFormat(root, page_bytes)
-        if capacity_bytes < self._format.file_bytes:
-            raise StoreUnavailable(f"disk tier: {format_bytes(capacity_bytes)} hold no page of {page_bytes} bytes")
+        self._files = PageFiles(self.name, directory, capacity_bytes, page_bytes, root, self.counters)
         self._directory = directory
-        self._complaints = Complaints(self.name)
         self._size_of: OrderedDict[PageKey, int] = OrderedDict()  # least recently used first
         self._used_bytes = 0
         self._leaving: Bytes = np.empty(page_bytes, dtype=np.uint8)
-        own_directory(self.name, directory)
         self._lock_fd = self._lock()
         try:
             self._read_index()
@@ -62,36 +57,24 @@ class DiskStore:
         if key not in self._size_of:
             self.counters.misses += 1
             return False
-        path = path_of(self._directory, key)
-        verdict = self._format.read(path, key, out)
-        if verdict is Verdict.GOOD:
-            self._size_of.move_to_end(key)
-            self.counters.hits += 1
-            return True
-        self.counters.misses += 1
-        self._remove(key)
-        if verdict is not Verdict.MISSING:
-            self.counters.damaged += 1
-            self._complaints.about("tier_page_damaged", path.name, verdict)
-        return False
+        if self._files.read(key, out) is not Verdict.GOOD:
+            self._remove(key)
+            return False
+        self._size_of.move_to_end(key)
+        return True
 
     def write(self, key: PageKey, data: Bytes, demote: Demote | None = None) -> bool:
-        path = path_of(self._directory, key)
         if key in self._size_of:
             self._size_of.move_to_end(key)
             with contextlib.suppress(OSError):  # gone: reading will find out
-                os.utime(path)
+                os.utime(path_of(self._directory, key))
             return True
-        self._make_room(self._format.file_bytes, demote)
-        try:
-            self._format.write(path, key, data)
-        except OSError as error:
-            self.counters.failed_writes += 1
-            self._complaints.about("tier_write_failed", str(self._directory), error.strerror or str(error))
+        nbytes = self._files.format.file_bytes
+        self._make_room(nbytes, demote)
+        if not self._files.write(key, data):
             return False
-        self._size_of[key] = self._format.file_bytes
-        self._used_bytes += self._format.file_bytes
-        self.counters.written += 1
+        self._size_of[key] = nbytes
+        self._used_bytes += nbytes
         return True
 
     def close(self) -> None:
@@ -126,7 +109,7 @@ class DiskStore:
         while self._used_bytes + nbytes > self.capacity_bytes:
             key = next(iter(self._size_of))
             if demote is not None:
-                found = self._format.read(path_of(self._directory, key), key, self._leaving)
+                found = self._files.format.read(path_of(self._directory, key), key, self._leaving)
                 if found is Verdict.GOOD:
                     demote(key, self._leaving)
             self._remove(key)
@@ -138,4 +121,4 @@ class DiskStore:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            self._complaints.about("tier_page_stays", path.name, error.strerror or str(error))
+            self._files.complain("tier_page_stays", path.name, error)

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.common.kv.tiers.keys import PageKey
-from baton.common.kv.tiers.pagefile import Complaints, PageFormat, Verdict, own_directory, path_of, scan
-from baton.common.kv.tiers.store import Bytes, Demote, StoreCounters, StoreUnavailable
-from baton.common.units import format_bytes
+from baton.common.kv.tiers.pagefile import PageFiles, Verdict, path_of, scan
+from baton.common.kv.tiers.store import Bytes, Demote, StoreCounters
 
 SLACK = 16
 """The part of the capacity between two looks at the directory, and how much of it a look frees."""
@@ -37,14 +36,10 @@ class SharedDirectoryStore:
         self.page_bytes = page_bytes
         self.capacity_bytes = capacity_bytes
         self.counters = StoreCounters()
-        self._format = PageFormat(root, page_bytes)
-        if capacity_bytes < self._format.file_bytes:
-            raise StoreUnavailable(f"external tier: {format_bytes(capacity_bytes)} hold no page of {page_bytes} bytes")
+        self._files = PageFiles(self.name, directory, capacity_bytes, page_bytes, root, self.counters)
         self._directory = directory
-        self._complaints = Complaints(self.name)
         self._used_bytes = 0  # as of the last look, and what was written since
         self._unseen_bytes = 0
-        own_directory(self.name, directory)
         self._trim()
 
     @property
@@ -58,34 +53,21 @@ class SharedDirectoryStore:
         return len(keys)
 
     def read(self, key: PageKey, out: Bytes) -> bool:
-        path = path_of(self._directory, key)
-        verdict = self._format.read(path, key, out)
-        if verdict is Verdict.GOOD:
-            self.counters.hits += 1
-            return True
-        self.counters.misses += 1
-        if verdict is not Verdict.MISSING:
-            self.counters.damaged += 1
-            self._complaints.about("tier_page_damaged", path.name, verdict)
+        verdict = self._files.read(key, out)
+        if verdict not in (Verdict.GOOD, Verdict.MISSING):
             with contextlib.suppress(OSError):  # it stays, and is a miss each time
-                path.unlink()
-        return False
+                path_of(self._directory, key).unlink()
+        return verdict is Verdict.GOOD
 
     def write(self, key: PageKey, data: Bytes, demote: Demote | None = None) -> bool:
         assert demote is None, "there is no level below this one"
-        path = path_of(self._directory, key)
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(path_of(self._directory, key))
             return True  # it was there
-        try:
-            self._format.write(path, key, data)
-        except OSError as error:
-            self.counters.failed_writes += 1
-            self._complaints.about("tier_write_failed", str(self._directory), error.strerror or str(error))
+        if not self._files.write(key, data):
             return False
-        self.counters.written += 1
-        self._used_bytes += self._format.file_bytes
-        self._unseen_bytes += self._format.file_bytes
+        self._used_bytes += self._files.format.file_bytes
+        self._unseen_bytes += self._files.format.file_bytes
         if self._unseen_bytes >= self.capacity_bytes // SLACK:
             self._trim()
         return True
@@ -98,7 +80,7 @@ class SharedDirectoryStore:
         try:
             found = sorted(scan(self._directory))
         except OSError as error:
-            self._complaints.about("tier_scan_failed", str(self._directory), error.strerror or str(error))
+            self._files.complain("tier_scan_failed", str(self._directory), error)
             return
         used = sum(file.nbytes for file in found)
         if used > self.capacity_bytes:

@@ -26,8 +26,9 @@ from pathlib import Path
 import xxhash
 
 from baton.common.kv.tiers.keys import PageKey
-from baton.common.kv.tiers.store import Bytes, StoreUnavailable
+from baton.common.kv.tiers.store import Bytes, StoreCounters, StoreUnavailable
 from baton.common.log import EventLog
+from baton.common.units import format_bytes
 
 MAGIC = b"BATONKV\0"
 VERSION = 1
@@ -172,3 +173,46 @@ class Complaints:
         if name not in self._known and len(self._known) < self._limit:
             self._known.add(name)
             _log.warning(event, level=self._level, name=name, reason=reason)
+
+
+class PageFiles:
+    """One level's page files: reading and writing, counted, and complained about when it fails. Raises StoreUnavailable
+    when the directory cannot be used, or when the capacity holds no page."""
+
+    def __init__(
+        self, level: str, directory: Path, capacity_bytes: int, page_bytes: int, root: PageKey, counters: StoreCounters
+    ) -> None:
+        self.format = PageFormat(root, page_bytes)
+        if capacity_bytes < self.format.file_bytes:
+            raise StoreUnavailable(f"{level} tier: {format_bytes(capacity_bytes)} hold no page of {page_bytes} bytes")
+        self.directory = directory
+        self._counters = counters
+        self._complaints = Complaints(level)
+        own_directory(level, directory)
+
+    def read(self, key: PageKey, out: Bytes) -> Verdict:
+        """What is not GOOD is of no use: whoever keeps the files removes it."""
+        path = path_of(self.directory, key)
+        verdict = self.format.read(path, key, out)
+        if verdict is Verdict.GOOD:
+            self._counters.hits += 1
+            return verdict
+        self._counters.misses += 1
+        if verdict is not Verdict.MISSING:
+            self._counters.damaged += 1
+            self._complaints.about("tier_page_damaged", path.name, verdict)
+        return verdict
+
+    def write(self, key: PageKey, data: Bytes) -> bool:
+        """False: the medium refuses."""
+        try:
+            self.format.write(path_of(self.directory, key), key, data)
+        except OSError as error:
+            self._counters.failed_writes += 1
+            self.complain("tier_write_failed", str(self.directory), error)
+            return False
+        self._counters.written += 1
+        return True
+
+    def complain(self, event: str, name: str, error: OSError) -> None:
+        self._complaints.about(event, name, error.strerror or str(error))
