@@ -368,10 +368,7 @@ class KvPool:
 
     def clear_cache(self) -> int:
         """Frees everything cached that nobody reads. Returns how many pages of the main component."""
-        before = self.evictable_pages
-        for component in self.layout.components:
-            self.supply.evict(component, self.prefix.evictable.of(component))
-        return before
+        return self.supply.clear().of(self.main)
 
     # ------------------------------------------------------------------------------------------ inside
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from baton.common.kv.allocator import PageAllocator
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.configurations import make_prefix_cache
-from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, PrefixCache
+from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, GroupPages, PrefixCache
 from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.transitions import TransitionLog
 from baton.common.kv.verdicts import RefusalReason, Refused
@@ -77,6 +77,15 @@ class Supply:
         """Frees at most `count` cached pages or slots, least recently used first, and what of other components cannot
         stay without them. Returns how many of `component`."""
         gone = self.prefix.evict(component, count)
-        for one in self.allocators:
-            self.give_back(one, gone.of(one), "cached -> free", None)
+        self._take_back(gone)
         return len(gone.of(component))
+
+    def clear(self) -> GroupCounts:
+        """Frees everything cached that nobody reads. Returns how much."""
+        gone = self.prefix.clear()
+        self._take_back(gone)
+        return gone.counts
+
+    def _take_back(self, gone: GroupPages) -> None:
+        for component in self.allocators:
+            self.give_back(component, gone.of(component), "cached -> free", None)
