@@ -69,6 +69,32 @@ def test_a_split_keeps_the_locks_of_both_halves() -> None:
     assert cache.pages(short).full.tolist() == [11, 12]
 
 
+def test_what_goes_next_is_foretold_and_left_alone() -> None:
+    cache = full_cache()
+    cached(cache, ints(1, 2, 3), given([11, 12, 13]))
+    cached(cache, ints(1, 4), given([11, 14]))
+    cached(cache, ints(7), given([17]))
+    before = cache.stats()
+    foretold = [(tokens.tolist(), match.length) for tokens, match in cache.coldest(3)]
+    assert foretold == [([1, 2, 3], 3), ([1, 4], 2)]  # two leaves of the first path, and a page of the second
+    assert [tokens.tolist() for tokens, _ in cache.coldest(99)] == [[1, 2, 3], [1, 4], [7]]
+    assert cache.stats() == before
+    assert cache.evict(FULL, 3).full.tolist() == [12, 13, 14]
+    assert [tokens.tolist() for tokens, _ in cache.coldest(1)] == [[1]]  # a leaf by now
+
+
+def test_a_lease_that_only_copied_leaves_the_order_of_eviction() -> None:
+    cache = full_cache()
+    cached(cache, ints(1, 2), given([11, 12]))
+    cached(cache, ints(7), given([17]))
+    ((_, match),) = cache.coldest(1)
+    lease = held(cache.lock(match))
+    assert [tokens.tolist() for tokens, _ in cache.coldest(99)] == [[7]]
+    cache.unlock(lease, used=False)
+    cache.check([])
+    assert cache.evict(FULL, 2).full.tolist() == [11, 12]
+
+
 def test_a_lease_is_of_one_cache() -> None:
     ours, other = full_cache(), full_cache()
     lease = held(ours.insert(None, ints(1), given([5])).lease)

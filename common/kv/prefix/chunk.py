@@ -36,7 +36,7 @@ class ChunkCache:
     def lock(self, match: PrefixMatch) -> PrefixLease | None:
         return None
 
-    def unlock(self, lease: PrefixLease) -> None:
+    def unlock(self, lease: PrefixLease, *, used: bool = True) -> None:
         raise OwnershipError("a ChunkCache gives out no leases, so none can end here")
 
     def pages(self, lease: PrefixLease) -> GroupPages:
@@ -45,6 +45,9 @@ class ChunkCache:
     def insert(self, lease: PrefixLease | None, tokens: I32, given: GroupPages) -> Inserted:
         tail = GroupPages(given.full, live_ids(given.swa), given.state)
         return Inserted(lease=lease, taken=_NO_PAGES, duplicate=_NO_PAGES, tail=tail, pages=_NO_PAGES)
+
+    def coldest(self, count: int) -> list[tuple[I32, PrefixMatch]]:
+        return []
 
     def evict(self, component: Component, count: int) -> GroupPages:
         return _NO_PAGES

@@ -14,7 +14,7 @@ leases are usable, always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -176,8 +176,8 @@ class PrefixCache(Protocol):
         evicted since."""
         ...
 
-    def unlock(self, lease: PrefixLease) -> None:
-        """Consumes the lease. Counts as a use of what it protected."""
+    def unlock(self, lease: PrefixLease, *, used: bool = True) -> None:
+        """Consumes the lease. Counts as a use of what it protected, unless it was only copied from."""
         ...
 
     def pages(self, lease: PrefixLease) -> GroupPages:
@@ -191,6 +191,11 @@ class PrefixCache(Protocol):
         state that has seen exactly `tokens`. Consumes the lease; the result carries the one that replaces it, over the
         longest usable length that the cache knows afterwards. The SWA pages that its window leaves behind may be
         evicted from then on: whoever reads them has finished."""
+        ...
+
+    def coldest(self, count: int) -> Sequence[tuple[I32, PrefixMatch]]:
+        """What `evict(FULL, count)` would take next from: of each, all tokens up to its end, and the match over them.
+        For layouts of full attention alone. Pure."""
         ...
 
     def evict(self, component: Component, count: int) -> GroupPages:

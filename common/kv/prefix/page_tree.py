@@ -126,9 +126,10 @@ class PageTree:
             self.full.lock(len(node.full))
         node.locks += 1
 
-    def drop_lock(self, node: Node) -> None:
+    def drop_lock(self, node: Node, *, used: bool) -> None:
         node.locks -= 1
-        node.last_use = self.now
+        if used:
+            node.last_use = self.now
         if node.locks == 0:
             self.full.unlock(len(node.full))
             self._settle(node)
@@ -148,16 +149,17 @@ class PageTree:
                 self.state.lock(1)
             node.state_locks += 1
 
-    def release_end(self, node: Node) -> None:
-        """Takes back what `hold_end` did, and stamps it as used."""
+    def release_end(self, node: Node, *, used: bool) -> None:
+        """Takes back what `hold_end` did, and stamps it when it was used."""
         for above in self._window(node):
             above.swa_locks -= 1
             if above.swa_locks == 0:
                 self.swa.unlock(above.swa_live)
-            self._used_swa(above)
+            self._used_swa(above, self.now if used else above.swa_use)
         if node.state:
             node.state_locks -= 1
-            node.state_use = self.now
+            if used:
+                node.state_use = self.now
             if node.state_locks == 0:
                 self.state.unlock(1)
                 self.state.push(node.state_use, node, self.nodes)
@@ -168,10 +170,10 @@ class PageTree:
             for above in path_up(node):
                 if above.end <= first:
                     break
-                self._used_swa(above)
+                self._used_swa(above, self.now)
 
-    def _used_swa(self, node: Node) -> None:
-        node.swa_use = self.now
+    def _used_swa(self, node: Node, use: int) -> None:
+        node.swa_use = use
         if node.swa_live and not node.swa_locks:
             self.swa.push(node.swa_use, node, self.nodes)
 
@@ -186,6 +188,16 @@ class PageTree:
             yield above
 
     # ------------------------------------------------------------------------------------------ evicting
+
+    def coldest(self, count: int) -> list[Node]:
+        """The leaves that `_evict_full` would take from now."""
+        leaves: list[Node] = []
+        while count > 0 and (leaf := self.full.pop()) is not None:
+            leaves.append(leaf)
+            count -= leaf.size
+        for leaf in leaves:
+            self.full.push(leaf.last_use, leaf, self.nodes)
+        return leaves
 
     def evict(self, component: Component, count: int, gone: Parts) -> None:
         match component:

@@ -71,8 +71,8 @@ class _TreeMatch(PrefixMatch):
 
 
 class UnifiedRadixCache:
-    """Evicts what was used longest ago. The end of a lease is a use of what it protected; an insertion is a use of the
-    sliding pages it passes. Time is a counter of uses."""
+    """Evicts what was used longest ago. The end of a lease is a use of what it protected, unless whoever ends it says
+    that it was none; an insertion is a use of the sliding pages it passes. Time is a counter of uses."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
@@ -116,6 +116,16 @@ class UnifiedRadixCache:
 
     def pages(self, lease: PrefixLease) -> GroupPages:
         return self._pages_between(self._tree.root, self._node_of(lease))
+
+    def coldest(self, count: int) -> list[tuple[I32, PrefixMatch]]:
+        assert self._layout.components == (Component.FULL,), self._layout
+        return [
+            (
+                np.frombuffer(b"".join([above.key for above in path_up(leaf)][::-1]), dtype=np.int32),
+                _TreeMatch(length=leaf.end * self._page_size, node=leaf, end=leaf.end),
+            )
+            for leaf in self._tree.coldest(count)
+        ]
 
     def cached_pages(self) -> tuple[GroupPages, GroupPages]:
         evictable, locked = Parts(), Parts()
@@ -163,14 +173,14 @@ class UnifiedRadixCache:
         self._leases += 1
         return _TreeLease(node, match.length)
 
-    def unlock(self, lease: PrefixLease) -> None:
+    def unlock(self, lease: PrefixLease, *, used: bool = True) -> None:
         node = self._node_of(lease)
         lease.end()
         self._leases -= 1
-        self._tree.now += 1
-        self._tree.release_end(node)
+        self._tree.now += used
+        self._tree.release_end(node, used=used)
         for above in path_up(node):
-            self._tree.drop_lock(above)
+            self._tree.drop_lock(above, used=used)
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -268,7 +278,7 @@ class UnifiedRadixCache:
         if lease is None:
             self._leases += 1
         else:
-            self._tree.release_end(old)
+            self._tree.release_end(old, used=True)
             lease.end()
         self._tree.passed(new, first)
         return _TreeLease(new, new.end * self._page_size)
