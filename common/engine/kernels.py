@@ -1,34 +1,31 @@
 """The compiled kernels (attention, float32 linear layers, pointwise): built once per machine and called through ctypes.
 
-Owns: the build (into the cache folder, keyed by everything that decides the machine code) and the foreign signatures.
-A call releases the interpreter lock, so that the I/O thread runs while a step computes. Never: decides what
-happens without a compiler (`backends` does).
+Owns: the foreign signatures, and the flags of the build (`native` builds). A call releases the interpreter lock, so
+that the I/O thread runs while a step computes. Never: decides what happens without a compiler (`backends` does).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-import xxhash
 
-from baton.common import env
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
-from baton.common.model.cache import Progress, cached, silent
+from baton.common.model.cache import Progress, silent
+from baton.common.native import BuildError, NativeLibrary, built
 
-SOURCES = Path(__file__).parent / "csrc"
-# -ffast-math would break the -inf of masked scores; these two change no result.
-FLAGS = ["-O3", "-std=c++17", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
-BUILD_TIMEOUT_S = 300
-LIBRARY = "baton_kernels.so"
+LIBRARY = NativeLibrary(
+    name="kernels",
+    what="the kernels (once; about ten seconds)",
+    sources=Path(__file__).parent / "csrc",
+    # -ffast-math would break the -inf of masked scores; the last two change no result.
+    flags=("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
+)
+KernelBuildError = BuildError  # also raised for what the kernels cannot compute
 UNIT_QUERIES = 64  # from here on matrix units win
 
 
@@ -49,10 +46,6 @@ class _AttendArgs(ctypes.Structure):
         ("window", c_int64),
         ("sinks", c_void_p),
     ]
-
-
-class KernelBuildError(Exception):
-    """The compiler is missing or refused; the message is for a person."""
 
 
 class LinearArgs(ctypes.Structure):
@@ -176,33 +169,4 @@ class CompiledPagedAttention:
 
 def load_kernels(progress: Progress = silent) -> Kernels:
     """Builds the library if this machine has not done so yet. Raises KernelBuildError."""
-    compiler = shutil.which(env.compiler())
-    if compiler is None:
-        raise KernelBuildError(f"there is no C++ compiler ({env.compiler()} is not on PATH)")
-    build = functools.partial(_build, compiler, progress)
-    return Kernels(cached(f"kernels/{_build_key(compiler)}", build, progress) / LIBRARY)
-
-
-def _build_key(compiler: str) -> str:
-    """Of the sources, the flags, the compiler and, because of -march=native, the processor's abilities."""
-    digest = xxhash.xxh3_64()
-    for source in sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
-        digest.update(source.read_bytes())
-    digest.update(" ".join([compiler, *FLAGS, platform.machine()]).encode())
-    cpu = Path("/proc/cpuinfo")
-    if cpu.is_file():
-        lines = cpu.read_text().splitlines()
-        digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())
-    return str(digest.hexdigest())
-
-
-def _build(compiler: str, progress: Progress, folder: Path) -> None:
-    progress("compiling the kernels (once; about ten seconds)")
-    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
-    command = [compiler, *FLAGS, *sources, "-o", str(folder / LIBRARY)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"the compiler could not be run: {error}") from error
-    if done.returncode != 0:
-        raise KernelBuildError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+    return Kernels(built(LIBRARY, progress))
