@@ -81,5 +81,5 @@ def test_a_cache_folder_that_cannot_be_used_is_said(
     fake_compiler(tmp_path, monkeypatch, "exit 0\n")
     (tmp_path / "file").touch()
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(BuildError, match="cache folder .* cannot be used"):
+    with pytest.raises(BuildError, match="cannot be used"):
         built(library)

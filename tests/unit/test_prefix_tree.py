@@ -92,7 +92,19 @@ def test_a_lease_that_only_copied_leaves_the_order_of_eviction() -> None:
     assert [tokens.tolist() for tokens, _ in cache.coldest(99)] == [[7]]
     cache.unlock(lease, used=False)
     cache.check([])
+    assert [tokens.tolist() for tokens, _ in cache.coldest(99)] == [[1, 2], [7]]
     assert cache.evict(FULL, 2).full.tolist() == [11, 12]
+
+
+def test_what_was_never_used_goes_in_the_order_in_which_it_came() -> None:
+    cache = full_cache()
+    for n in (1, 2, 3):
+        cache.unlock(held(cache.insert(None, ints(n), given([10 + n])).lease), used=False)
+    for _ in range(2):  # foretelling leaves the order as it is
+        assert [tokens.tolist() for tokens, _ in cache.coldest(1)] == [[1]]
+    for _ in range(200):  # so often that the queue is tidied up
+        cache.unlock(held(cache.lock(cache.match_prefix(ints(1)))), used=False)
+    assert cache.evict(FULL, 9).full.tolist() == [11, 12, 13]
 
 
 def test_a_lease_is_of_one_cache() -> None:
@@ -322,6 +334,15 @@ def test_a_match_whose_checkpoint_was_evicted_since_is_refused() -> None:
     cache.evict(STATE, 1)
     assert cache.lock(match) is None
     assert cache.evictable_in(match) == GroupCounts(full=2)
+
+
+def test_a_match_that_was_evicted_since_pins_nothing() -> None:
+    cache = recurrent_cache()
+    cached(cache, ints(1, 2), given([11, 12], state=1))
+    match = cache.match_prefix(ints(1, 2))
+    cache.evict(FULL, 2)
+    assert cache.evictable_in(match) == GroupCounts()
+    assert cache.lock(match) is None
 
 
 def test_a_full_page_takes_along_what_is_cached_at_it() -> None:

@@ -13,7 +13,6 @@ from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.interface import GroupCounts, PrefixLease, PrefixStats
 from baton.common.kv.prefix.node import (
     TOKEN_BYTES,
-    Ledger,
     Node,
     first_live,
     full_is_current,
@@ -29,10 +28,10 @@ def audit(
     nodes: Sequence[Node],
     held: Sequence[tuple[PrefixLease, Node]],
     stats: PrefixStats,
-    ledgers: Mapping[Component, Ledger],
+    queued: Mapping[Component, set[int]],
 ) -> None:
     """Raises InvariantViolation unless the nodes are whole, locked by exactly the leases that are held, counted right
-    in `stats`, and each evictable one in the queue of its ledger."""
+    in `stats`, and each evictable one is queued (`queued`: by `id`, entries that are out of date left out)."""
     for lease, node in held:
         if not lease.live or node.end * layout.page_size != lease.length or node.parent is None:
             raise InvariantViolation(f"a lease over {lease.length} tokens points to a node of {node.end} pages")
@@ -43,7 +42,7 @@ def audit(
     for node in nodes:
         _check_node(layout, node)
     _check_locks(layout, nodes, [node for _, node in held])
-    _check_queues(layout, nodes, ledgers)
+    _check_queues(layout, nodes, queued)
     _check_ids(nodes)
     counted = (stats.nodes, stats.evictable, stats.locked)
     found = (len(nodes), _count(nodes, locked=False), _count(nodes, locked=True))
@@ -93,8 +92,7 @@ def _check_locks(layout: KvLayout, nodes: Sequence[Node], lease_nodes: Sequence[
             )
 
 
-def _check_queues(layout: KvLayout, nodes: Sequence[Node], ledgers: Mapping[Component, Ledger]) -> None:
-    queued = {component: ledgers[component].queued() for component in layout.components}
+def _check_queues(layout: KvLayout, nodes: Sequence[Node], queued: Mapping[Component, set[int]]) -> None:
     for node in nodes:
         evictable = {
             Component.FULL: full_is_current(node, node.last_use),

@@ -173,7 +173,8 @@ def longest_usable(layout: KvLayout, live: npt.NDArray[np.bool_], first: int, en
 
 
 class Ledger:
-    """The books of one component: counts, and a queue of what can be evicted, least recently used first.
+    """The books of one component: counts, and a queue of what can be evicted, least recently used first; of what was
+    used at the same time, what was queued first.
 
     The queue may hold entries that are out of date: `is_current(node, use)` tells, and they are dropped when they come
     up, or all at once when there are many of them."""
@@ -203,8 +204,10 @@ class Ledger:
     def push(self, use: int, node: Node, nodes: int) -> None:
         """`nodes`: how many the tree has, which bounds the queue."""
         if len(self._queue) > 4 * nodes + 64:
-            self._queue = list({id(entry[2]): entry for entry in self._current()}.values())
-            heapq.heapify(self._queue)
+            first: dict[int, tuple[int, int, Node]] = {}
+            for entry in sorted(self._current()):
+                first.setdefault(id(entry[2]), entry)
+            self._queue = list(first.values())  # in order, and with that a heap
         self._pushes += 1
         heapq.heappush(self._queue, (use, self._pushes, node))
 
@@ -214,6 +217,19 @@ class Ledger:
             if self._is_current(node, use):
                 return node
         return None
+
+    def coldest(self, pages: int) -> list[Node]:
+        """The nodes that `pop` would give until there are so many pages. They keep their turn."""
+        first: dict[int, tuple[int, int, Node]] = {}
+        while pages > 0 and self._queue:
+            entry = heapq.heappop(self._queue)
+            node = entry[2]
+            if self._is_current(node, entry[0]) and id(node) not in first:
+                first[id(node)] = entry
+                pages -= node.size
+        for entry in first.values():
+            heapq.heappush(self._queue, entry)
+        return [node for _, _, node in first.values()]
 
     def queued(self) -> set[int]:
         """By `id`, for checks."""

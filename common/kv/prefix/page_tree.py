@@ -191,13 +191,7 @@ class PageTree:
 
     def coldest(self, count: int) -> list[Node]:
         """The leaves that `_evict_full` would take from now."""
-        leaves: list[Node] = []
-        while count > 0 and (leaf := self.full.pop()) is not None:
-            leaves.append(leaf)
-            count -= leaf.size
-        for leaf in leaves:
-            self.full.push(leaf.last_use, leaf, self.nodes)
-        return leaves
+        return self.full.coldest(count)
 
     def evict(self, component: Component, count: int, gone: Parts) -> None:
         match component:

@@ -102,7 +102,10 @@ class UnifiedRadixCache:
         assert isinstance(match, _TreeMatch)
         full = swa = 0
         first = first_live(self._layout, match.end)
-        for node in path_up(match.node):
+        last = match.node
+        if last.parent is None:
+            return GroupCounts()  # it was removed since, or there is nothing to match
+        for node in path_up(last):
             start, end = node.start, min(match.end, node.end)
             if node.locks and end <= first:
                 break
@@ -110,7 +113,6 @@ class UnifiedRadixCache:
                 full += len(node.full[: max(0, end - start)])
             if not node.swa_locks:
                 swa += int(np.count_nonzero(node.swa[max(0, first - start) : max(0, end - start)]))
-        last = match.node
         state = int(last.end == match.end and last.state > 0 and not last.state_locks)
         return GroupCounts(full, swa, state)
 
@@ -138,7 +140,8 @@ class UnifiedRadixCache:
 
     def check(self, leases: Iterable[PrefixLease]) -> None:
         held = [(lease, self._node_of(lease)) for lease in leases]
-        audit(self._layout, list(self._tree.walk()), held, self.stats(), self._tree.ledgers)
+        queued = {component: ledger.queued() for component, ledger in self._tree.ledgers.items()}
+        audit(self._layout, list(self._tree.walk()), held, self.stats(), queued)
 
     def stats(self) -> PrefixStats:
         full, swa, state = self._tree.full, self._tree.swa, self._tree.state
