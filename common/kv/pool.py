@@ -30,7 +30,7 @@ from baton.common.kv.parts import PoolParts
 from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, PrefixCache, Span
 from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.record import KvHolder, ReqKvInfo
-from baton.common.kv.resizing import create, go_back, grow
+from baton.common.kv.resizing import create, grow, shrink
 from baton.common.kv.transitions import TransitionLog
 from baton.common.kv.verdicts import Demand, Extended, KvStats, PreAllocated, RefusalReason, Refused
 from baton.common.units import page_floor, pages_for_tokens, whole_pages
@@ -248,12 +248,11 @@ class KvPool:
             raise OwnershipError(f"{record!r} cannot go back to {committed} tokens")
         start = page_floor(committed, self.page_size)
         promised = self.parts.full_view(record, start, min(record.kv_allocated_len, fill_len)).copy()
-        grown = grow(self.parts, record, max(fill_len, record.kv_allocated_len), record.kv_committed_len, draw=None)
-        if isinstance(grown, Refused):
-            return grown
-        if committed < record.kv_committed_len or fill_len < record.kv_allocated_len:
-            go_back(self.parts, record, committed, fill_len)
-        return PreAllocated(start, np.concatenate((promised, grown)))
+        if fill_len < record.kv_allocated_len:
+            shrink(self.parts, record, fill_len, committed)
+            return PreAllocated(start, promised)
+        grown = grow(self.parts, record, fill_len, committed, draw=None)
+        return grown if isinstance(grown, Refused) else PreAllocated(start, np.concatenate((promised, grown)))
 
     def can_go_back(self, record: ReqKvInfo, length: int) -> bool:
         """Whether computing can go on from `length` tokens of what the record has: not below what is the tree's, not

@@ -79,11 +79,12 @@ def _write_prefix(parts: PoolParts, row: int, lease: PrefixLease) -> None:
 
 def grow(parts: PoolParts, record: ReqKvInfo, allocated: int, committed: int, draw: Span | None) -> I32 | Refused:
     """The new pages of full attention, in the row; both lengths are set with them. `draw`: what a step is going to
-    compute, whose sliding pages are needed now."""
+    compute, whose sliding pages are needed now. Without: `committed` may lie below what the record has."""
     supply, window, old = parts.supply, parts.window, record.kv_allocated_len
     if window is not None and (refused := window.promise_for(record, allocated)) is not None:
         return refused
     pages: I32 | Refused = NO_IDS
+    first = pages_for_tokens(old, parts.page_size)
     try:
         if parts.layout.full:
             pages = supply.obtain(Component.FULL, parts.full_pages(old, allocated))
@@ -91,13 +92,16 @@ def grow(parts: PoolParts, record: ReqKvInfo, allocated: int, committed: int, dr
                 if window is not None:
                     window.promise_for(record, old)
                 return pages
-            parts.rows.write(record.req_pool_idx, pages_for_tokens(old, parts.page_size), pages)
+            parts.rows.write(record.req_pool_idx, first, pages)
             supply.note("free -> row", Component.FULL, pages, record.req_pool_idx)
-        if window is not None and draw is not None:
+        if draw is None:
+            _rewind(parts, record, committed)
+        elif window is not None:
             window.draw(record, record.kv_committed_len, draw.start, draw.end)
     except BaseException:
-        if not isinstance(pages, Refused):
-            supply.give_back(Component.FULL, pages, "row -> free", None)
+        if not isinstance(pages, Refused) and len(pages):
+            parts.rows.write(record.req_pool_idx, first, np.zeros_like(pages))
+            supply.give_back(Component.FULL, pages, "row -> free", record.req_pool_idx)
         if window is not None:
             window.promise_for(record, old)
         raise
@@ -106,20 +110,35 @@ def grow(parts: PoolParts, record: ReqKvInfo, allocated: int, committed: int, dr
     return pages
 
 
-def go_back(parts: PoolParts, record: ReqKvInfo, committed: int, allocated: int) -> None:
+def shrink(parts: PoolParts, record: ReqKvInfo, allocated: int, committed: int) -> None:
     """Frees the pages that lie wholly beyond `allocated`, and what slides or recurs beyond `committed`, which the
     record can go back to. Never refused: it takes nothing."""
-    supply, row = parts.supply, record.req_pool_idx
-    if parts.window is not None:
-        parts.window.free_from(record, committed)
-    if parts.states is not None and committed < record.kv_committed_len:
-        parts.states.start_over(record)
+    supply, window, row, old = parts.supply, parts.window, record.req_pool_idx, record.kv_allocated_len
     keep = pages_for_tokens(allocated, parts.page_size)
-    extra = parts.full_view(record, keep * parts.page_size, record.kv_allocated_len).copy()
+    extra = parts.full_view(record, keep * parts.page_size, old).copy()
+    try:
+        if len(extra):
+            parts.rows.write(row, keep, np.zeros_like(extra))
+        if window is not None:
+            window.promise_for(record, allocated)
+        _rewind(parts, record, committed)
+    except BaseException:
+        if len(extra):
+            parts.rows.write(row, keep, extra)
+        if window is not None:
+            window.promise_for(record, old)
+        raise
     record.kv_allocated_len = allocated
     record.kv_committed_len = committed
-    if len(extra):
-        parts.rows.write(row, keep, np.zeros_like(extra))
-        supply.give_back(Component.FULL, extra, "row -> free", row)
-    if parts.window is not None:
-        parts.window.promise_for(record, allocated)
+    supply.give_back(Component.FULL, extra, "row -> free", row)
+
+
+def _rewind(parts: PoolParts, record: ReqKvInfo, committed: int) -> None:
+    """Frees what slides beyond `committed`, and forgets a state beyond it. All or nothing: what frees comes last."""
+    window, states = parts.window, parts.states
+    source = record.state_source
+    if states is not None and committed < record.kv_committed_len:
+        source = states.checkpoint(record.prefix_lock)
+    if window is not None:
+        window.free_from(record, committed)
+    record.state_source = source

@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component
-from baton.common.kv.prefix.interface import I32, NO_IDS, PrefixLease
+from baton.common.kv.prefix.interface import I32, PrefixLease
 from baton.common.kv.record import NO_COPY, ReqKvInfo
 from baton.common.kv.supply import Supply
 from baton.common.kv.verdicts import Refused
@@ -50,15 +50,6 @@ class StateSlots:
         if record.state_source == 0:
             raise OwnershipError(f"{record!r} has no state yet")
         return record.state_slot if record.state_source == NO_COPY else record.state_source
-
-    def to_offer(self, record: ReqKvInfo, length: int, page_size: int) -> I32:
-        """The record's slot, when its state is worth keeping with the first `length` tokens."""
-        exact = length == record.kv_committed_len > record.cache_protected_len and length % page_size == 0
-        if record.state_source != NO_COPY:
-            if length > record.cache_protected_len:
-                raise OwnershipError(f"the state of {record!r} was never computed")
-            return NO_IDS
-        return np.array([record.state_slot], dtype=np.int32) if exact else NO_IDS
 
     def spare(self) -> int:
         """A slot for a record whose own one goes to the tree; 0 when there is none to be had."""

@@ -148,14 +148,16 @@ class SlidingWindow:
     def free_below(self, record: ReqKvInfo, end_token: int) -> int:
         """Moves the record's eviction cursor to `end_token` (page-aligned), or not at all when it is there already."""
         cursor = max(record.swa_evicted_seqlen, self.dead_lo(record))
+        freed = self._free(record, cursor, min(end_token, page_ceil(record.kv_allocated_len, self._page_size)))
         record.swa_evicted_seqlen = max(cursor, end_token)
-        return self._free(record, cursor, min(end_token, page_ceil(record.kv_allocated_len, self._page_size)))
+        return freed
 
     def free_from(self, record: ReqKvInfo, first_token: int) -> int:
         """Frees the record's own pages that lie wholly behind `first_token`: it goes back to there."""
         first = page_ceil(first_token, self._page_size)
+        freed = self._free(record, first, record.kv_allocated_len)
         record.swa_evicted_seqlen = min(record.swa_evicted_seqlen, first)
-        return self._free(record, first, record.kv_allocated_len)
+        return freed
 
     def is_live(self, record: ReqKvInfo, length: int) -> bool:
         """Whether sliding layers could go on from `length`, at or above what is the tree's."""

@@ -45,40 +45,6 @@ def seq(length: int, start: int = 0) -> list[int]:
 # ---------------------------------------------------------------------------------------- all or nothing
 
 
-class InjectedError(Exception):
-    pass
-
-
-class Saboteur:
-    """Stands in for a collaborator of the pool and fails at the n-th call, over all collaborators."""
-
-    def __init__(self, inner: object, budget: "Budget") -> None:
-        self.__dict__.update(inner=inner, budget=budget)
-
-    def __getattr__(self, name: str) -> object:
-        value = getattr(self.__dict__["inner"], name)
-        if not callable(value):
-            return value
-
-        def called(*args: object) -> object:
-            # Giving back is what undoes the rest: it is never made to fail.
-            if name not in ("free", "unlock", "release"):
-                self.__dict__["budget"].spend()
-            return value(*args)
-
-        return called
-
-
-class Budget:
-    def __init__(self, calls: int) -> None:
-        self.left = calls
-
-    def spend(self) -> None:
-        self.left -= 1
-        if self.left == -1:
-            raise InjectedError
-
-
 def snapshot(pool: KvPool, holder: Holder) -> tuple[object, ...]:
     """What an undone operation must leave as it was. Pages may have been evicted: that is not undone."""
     prefix = pool.prefix.stats()
@@ -105,35 +71,6 @@ def prepared(has_record: bool) -> tuple[KvPool, Holder, Holder]:
     if has_record:
         assert pool.prepare_for_extend(holder, seq(13), 13) == 12
     return pool, holder, other
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_exception_at_any_step_undoes_the_earlier_ones(name: str) -> None:
-    has_record, operation = OPERATIONS[name]
-    for step in range(100):
-        pool, holder, other = prepared(has_record)
-        supply, rows = pool.supply, pool.parts.rows
-        real = supply.prefix, dict(supply.allocators), supply.transitions
-        before = snapshot(pool, holder)
-        budget = Budget(step)
-        supply.prefix = Saboteur(supply.prefix, budget)  # type: ignore[assignment]
-        supply.transitions = Saboteur(supply.transitions, budget)  # type: ignore[assignment]
-        pool.parts.rows = Saboteur(rows, budget)  # type: ignore[assignment]
-        supply.allocators = {name: Saboteur(one, budget) for name, one in real[1].items()}  # type: ignore[misc]
-        try:
-            operation(pool, holder)
-        except InjectedError:
-            failed = True
-        else:
-            failed = False
-        supply.prefix, supply.allocators, supply.transitions = real
-        pool.parts.rows = rows
-        check(pool, holder, other)
-        if not failed:
-            assert step >= 4, "the operation has fewer steps than this test believes"
-            return
-        assert snapshot(pool, holder) == before
-    raise AssertionError("never succeeded")
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

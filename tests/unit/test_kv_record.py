@@ -129,8 +129,9 @@ def test_lengths_are_written_only_by_the_allocation_functions() -> None:
             ("create", "new"),
             ("grow", "kv_allocated_len"),
             ("grow", "kv_committed_len"),
-            ("go_back", "kv_allocated_len"),
-            ("go_back", "kv_committed_len"),
+            ("shrink", "kv_allocated_len"),
+            ("shrink", "kv_committed_len"),
+            ("_rewind", "state_source"),
         },
         "common/kv/pool.py": {
             ("prepare_for_decode", "kv_allocated_len"),
