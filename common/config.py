@@ -56,6 +56,11 @@ class TiersConfig:
     restore_deadline_s: float = 2.0  # a slower restore is cut short; what has landed is kept
     max_queued_jobs: int = 64  # stores beyond it are dropped, restores come back empty
 
+    @property
+    def named(self) -> bool:
+        """Whether there is any level."""
+        return bool(self.host_bytes or self.disk_path or self.external)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig:
@@ -242,7 +247,7 @@ def _validate_tiers(kv: KvConfig) -> None:
     if tiers.external and not tiers.external.startswith("file:///"):
         hint = "for example file:///mnt/shared/baton-kv"
         raise ConfigError("kv.tiers.external", tiers.external, "the external store is a directory: file:///path", hint)
-    if kv.prefix_cache == "chunk" and (tiers.host_bytes or tiers.disk_path or tiers.external):
+    if kv.prefix_cache == "chunk" and tiers.named:
         hint = "kv.prefix_cache=radix"
         raise ConfigError(
             "kv.tiers", kv.prefix_cache, "tiers lie below a prefix cache, and this one keeps nothing", hint

@@ -76,10 +76,12 @@ class TokenLogprob(_Value, frozen=True, kw_only=True):
 
 class Timeline(_Value, frozen=True, kw_only=True):
     """Where one request's time and bytes went, in seconds, as measured by the decode worker. Sums add up over
-    attempts. `prompt_tokens == local_tokens + cached_tokens + transferred_tokens`."""
+    attempts. `prompt_tokens == local_tokens + cached_tokens +
+    restored_tokens + transferred_tokens`."""
 
     queue_s: float = 0.0  # arrival at decode until its pages were promised
     reserve_wait_s: float = 0.0  # of which: waited because pages or staging were short
+    restore_s: float = 0.0  # waited for the tiers below the pool
     prefill_s: float = 0.0  # computing the prompt, on whichever worker
     transfer_s: float = 0.0  # first chunk announced until the last one landed
     scatter_s: float = 0.0  # of which: writing regions into pages
@@ -90,6 +92,7 @@ class Timeline(_Value, frozen=True, kw_only=True):
     decode_worker: ShortStr = ""
     local_tokens: int = 0  # prompt tokens computed on the decode worker itself
     cached_tokens: int = 0  # prompt tokens found in the decode worker's prefix cache
+    restored_tokens: int = 0  # prompt tokens found in a tier below the pool
     transferred_tokens: int = 0  # prompt tokens whose KV was handed over
     prefill_cached_tokens: int = 0  # of those: found in the prefill worker's prefix cache
     attempts: int = 0  # hand-offs tried

@@ -6,6 +6,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
+from baton.common.kv.tiers.keys import PageKeys
 from baton.decode.core import DecodeCore
 from baton.transfer.worker import WorkerActor
 
@@ -13,8 +14,14 @@ from baton.transfer.worker import WorkerActor
 class DecodeActor(WorkerActor):
     """Owns requests, asks prefill workers for their KV, and produces the answers."""
 
-    def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
-        return DecodeCore(stamp, pool, config.decode_worker, config.transfer, max_context_len)
+    def make_core(
+        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+    ) -> EngineCore:
+        own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
+        return DecodeCore(stamp, pool, own, transfer, max_context_len, tiers, page_keys)
+
+    def has_tiers(self, config: ClusterConfig) -> bool:
+        return config.kv.tiers.named
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.decode_worker.max_running_requests + config.decode_worker.max_sessions

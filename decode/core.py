@@ -1,15 +1,16 @@
 """The brain of a decode worker: owns each request from Submit to its acknowledged last message.
 
-Owns: every request and its KV record, and the decision where missing KV comes from (a prefill worker, or here). Parts:
-`waiting` (the queue), `steps` (what computes), `handoffs`, `peers`, `outbox` (what gateways are told). Never: talks to
+Owns: every request and its KV record, and the decision where missing KV comes from (a tier below the pool, a
+prefill worker, or here). Parts: `waiting` (the queue), `steps` (what computes), `handoffs`, `restoring` and `storing`
+(the tiers), `peers`, `outbox` (what gateways are told). Never: talks to
 a socket, writes a page, or frees one that a hand-off or the running step may touch.
 
 Invariants:
 D1. Each accepted Submit gets exactly one last Output, at the latest at its deadline; it is repeated until acknowledged.
-D2. A record is in one of three hands: the request's, its hand-off's (Incoming, Stopping), or the running step's
-    (Leaving). It is released only when it is back in the request's.
+D2. A record is in one of four hands: the request's, its hand-off's (Incoming), the tiers' (Restoring, Storing), or the
+    running step's (Leaving). It is released only when it is back in the request's; over before that, it is Stopping.
 D3. Admission promises all pages that a request needs to start, before anything is transferred or computed for it.
-D4. A step that does not fit pushes back the request that is cheapest to bring back; one always goes on.
+D4. A step that does not fit pushes back the request that is cheapest to bring back, one at a time, while one goes on.
 D5. Every output token follows from (prompt, earlier outputs, sampling) alone, so a retracted or migrated request
     continues as if nothing had happened.
 """
@@ -21,7 +22,7 @@ from typing import assert_never
 
 import numpy as np
 
-from baton.common.config import DecodeConfig, TransferConfig
+from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import Deadlines
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
@@ -30,6 +31,9 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
+from baton.common.kv.prefix.interface import I32
+from baton.common.kv.tiers.api import PagesRestored, PagesStored, TierCommand
+from baton.common.kv.tiers.keys import PageKeys
 from baton.common.messages import (
     CancelRequest,
     CloseSession,
@@ -56,25 +60,39 @@ from baton.decode.request import (
     Prefilling,
     Queued,
     RequestKey,
+    Restoring,
     Running,
     State,
     Stopping,
+    Storing,
     Times,
 )
+from baton.decode.restoring import Restores
 from baton.decode.retract import choose_victim
 from baton.decode.sessions import Sessions
 from baton.decode.steps import RUNNING, Steps
+from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
 from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
 
+NO_TIERS = TiersConfig()
 _LEAVING = Leaving()
+_STOPPING = Stopping()
 
 
 class DecodeCore:
-    """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs."""
+    """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs. With `page_keys` there are tiers
+    below the pool, in which pages have these names."""
 
     def __init__(
-        self, stamp: Stamp, pool: KvPool, config: DecodeConfig, transfer: TransferConfig, max_context_len: int
+        self,
+        stamp: Stamp,
+        pool: KvPool,
+        config: DecodeConfig,
+        transfer: TransferConfig,
+        max_context_len: int,
+        tiers: TiersConfig = NO_TIERS,
+        page_keys: PageKeys | None = None,
     ) -> None:
         assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
         self.pool = pool
@@ -83,18 +101,22 @@ class DecodeCore:
         self._transfer = transfer
         self._max_context_len = max_context_len
         self._outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
-        self._sessions = Sessions(pool, config.max_sessions, config.session_ttl_s)
+        self._sessions = Sessions(pool, config.max_sessions, config.session_ttl_s, self._keep_below)
         self._waiting = WaitingRequests(pool, config, self._sessions)
         self._handoffs = Handoffs(stamp.epoch)
+        self._restores = Restores(pool, page_keys, tiers)
+        self._stores = Stores(pool, page_keys, tiers)
         self._peers = Peers()
         self._compute = Steps(pool, config.chunk_tokens)
         self._requests: dict[RequestKey, DecodeRequest] = {}
         self._deadlines: Deadlines[RequestKey] = Deadlines()
-        self._commands: list[SinkCommand] = []
+        self._commands: list[SinkCommand | TierCommand] = []
         self._numbers = 0
         self._steps = 0
         self._draining = False
+        self._storing = 0  # retracted requests whose pages are being copied
         self.retractions = 0
+        self.restored_tokens = 0
         self.stray_messages = 0
 
     # ------------------------------------------------------------------------------------------- events
@@ -120,6 +142,10 @@ class DecodeCore:
                 self._on_committed(event, now)
             case SinkFailed():
                 self._on_sink_failed(event, now)
+            case PagesRestored():
+                self._on_restored(event, now)
+            case PagesStored():
+                self._on_stored(event, now)
             case MembershipView():
                 self._on_view(event, now)
             case Drain():
@@ -137,13 +163,15 @@ class DecodeCore:
             self._fail(self._requests[key], ErrorCode.DEADLINE_EXCEEDED, reason, now)
         self._outbox.on_timer(now)
         self._sessions.expire(now)
+        self._commands += self._restores.cut_short(now)
         self._admit(now)
         return self._take_out()
 
     def next_deadline(self) -> float | None:
         if self._outbox.waiting or self._commands:
             return 0.0
-        due = (self._deadlines.next_s(), self._outbox.next_deadline(), self._sessions.next_deadline())
+        parts = (self._outbox, self._sessions, self._restores)
+        due = (self._deadlines.next_s(), *(part.next_deadline() for part in parts))
         return min((at_s for at_s in due if at_s is not None), default=None)
 
     def _take_out(self) -> list[object]:
@@ -280,7 +308,12 @@ class DecodeCore:
             case Incoming(key):
                 assert failure is not None
                 self._commands.append(AbortSink(key, failure))
-                request.state = Stopping(key)
+                request.state = _STOPPING
+            case Restoring(job):
+                self._commands.append(self._restores.abort(job))
+                request.state = _STOPPING
+            case Storing():
+                request.state = _STOPPING
             case Prefilling() | Running():
                 self._compute.remove(request)
                 if self._compute.uses(request):
@@ -299,8 +332,9 @@ class DecodeCore:
             if request.session_id and request.answered and not self._draining:
                 self._sessions.keep(request, now)
             else:
-                effective_len = request.effective_kv_committed_len
-                self.pool.release_kv_cache(request, request.known_tokens, effective_len=effective_len)
+                effective_len, tokens = request.effective_kv_committed_len, request.known_tokens
+                self.pool.release_kv_cache(request, tokens, effective_len=effective_len)
+                self._keep_below(tokens[:effective_len])
             self._waiting.stir()
         request.state = Done()
         self._drop_if_over(request)
@@ -316,8 +350,9 @@ class DecodeCore:
     # ---------------------------------------------------------------------------------------- admission
 
     def _admit(self, now: float) -> None:
-        """Promises pages to waiting requests for as long as they fit, and starts filling them."""
-        while (verdict := self._waiting.admit(self._active())) is not None:
+        """Promises pages to waiting requests for as long as they fit, and starts filling them. Nobody is let in before
+        one who is on his way out."""
+        while not self._storing and (verdict := self._waiting.admit(self._active())) is not None:
             request, allocation = verdict
             if isinstance(allocation, PreAllocated):
                 self._start(request, now)
@@ -331,7 +366,7 @@ class DecodeCore:
     def _active(self) -> Iterable[ActiveRequest]:
         for request in self._requests.values():
             if request.kv is not None:
-                ends = isinstance(request.state, Stopping | Leaving)
+                ends = isinstance(request.state, Storing | Stopping | Leaving)
                 total = request.kv.kv_allocated_len if ends else request.total_len
                 yield ActiveRequest(request.kv, total, request.state is RUNNING)
 
@@ -347,9 +382,52 @@ class DecodeCore:
         request.handoff = self._handoffs.new_id()
         request.attempt = 0
         request.tried.clear()
-        self._fill(request, now)
+        restore = self._restores.begin(request, now)
+        if restore is None:
+            self._fill(request, now)
+            return
+        request.state = Restoring(restore.job)
+        times.restoring_since_s = now
+        self._commands.append(restore)
 
     # ----------------------------------------------------------------------------- where the KV comes from
+
+    def _on_restored(self, event: PagesRestored, now: float) -> None:
+        """What landed is as good as computed; the rest comes from elsewhere."""
+        request, start, until = self._restores.end(event)
+        request.count_tokens(start, until, "restored_tokens")
+        self.pool.commit_incoming(request.record, until)
+        self.restored_tokens += until - start
+        times = request.times
+        assert times.restoring_since_s is not None
+        times.restore_s += now - times.restoring_since_s
+        times.restoring_since_s = None
+        match request.state:
+            case Restoring():
+                self._fill(request, now)
+            case Stopping():
+                self._done(request, now)
+            case _:
+                raise AssertionError(f"{event} for {request.key} in {request.state}")
+
+    def _keep_below(self, tokens: I32) -> None:
+        """Tokens were offered to the prefix cache: the tiers may want what it has of them."""
+        self._commands += self._stores.cached(tokens)
+
+    def _on_stored(self, event: PagesStored, now: float) -> None:
+        request = self._stores.end(event)
+        self._waiting.stir()
+        if request is None:
+            return
+        self._storing -= 1
+        match request.state:
+            case Storing():
+                self._push_back(request, now)
+            case Stopping():
+                self._give_back(request)
+                self._done(request, now)
+            case _:
+                raise AssertionError(f"{event} for {request.key} in {request.state}")
 
     def _fill(self, request: DecodeRequest, now: float) -> None:
         """Gets the KV that is still missing: from nobody, from here, or from a prefill worker not tried yet."""
@@ -428,6 +506,7 @@ class DecodeCore:
         if request.session_protected_len is None:  # a later turn keeps what the first one shared
             effective_len = request.effective_kv_committed_len
             self.pool.cache_finished_req(request, request.fill_tokens, kv_len_to_handle=effective_len)
+            self._keep_below(request.fill_tokens[:effective_len])
         request.state = RUNNING
         request.times.running_since_s = now
         request.times.counted = True
@@ -442,32 +521,49 @@ class DecodeCore:
         return self._compute.plan(lambda request, refused: self._make_room(request, refused, now))
 
     def _make_room(self, request: DecodeRequest, refused: Refused, now: float) -> bool:
-        """Retracts somebody, perhaps `request` itself. False when nobody can be: then it waits for a hand-off to end,
-        or fails when there is nothing to wait for."""
-        if refused.reason is RefusalReason.NO_PAGES and self._sessions.release_oldest():
+        """Retracts somebody, perhaps `request` itself. False when that frees nothing yet, or nobody can be: then it
+        waits for a store or a hand-off to end, or fails when there is nothing to wait for."""
+        no_pages = refused.reason is RefusalReason.NO_PAGES
+        if no_pages and self._sessions.release_oldest():
             return True
+        if no_pages and self._storing:
+            return False
         victim = choose_victim([*self._compute.running, *self._compute.prefilling])
-        if victim is not None and refused.reason is RefusalReason.NO_PAGES:
-            self._retract(victim, now)
-            return True
+        if victim is not None and no_pages:
+            return self._retract(victim, now)
         others = any(one.kv is not None and one is not request for one in self._requests.values())
-        if refused.reason is not RefusalReason.NO_PAGES or not others:
+        if not no_pages or not (others or len(self._stores)):
             self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
         return False
 
-    def _retract(self, request: DecodeRequest, now: float) -> None:
-        """Gives its pages back; it comes again as a request whose outputs are known."""
+    def _retract(self, request: DecodeRequest, now: float) -> bool:
+        """Its pages are given back, at once or when they were copied to a tier (False)."""
         self._compute.remove(request)
-        self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
-        request.session_protected_len = None
+        self.retractions += 1
         times = request.times
         times.retractions += 1
         if times.running_since_s is not None:
             times.decode_s += now - times.running_since_s
             times.running_since_s = None
+        backup = self._stores.retract(request)
+        if backup is None:
+            self._push_back(request, now)
+            return True
+        request.state = Storing()
+        self._storing += 1
+        self._commands.append(backup)
+        return False
+
+    def _push_back(self, request: DecodeRequest, now: float) -> None:
+        """It comes again as a request whose outputs are known."""
+        self._give_back(request)
         request.state = Queued(now)
         self._waiting.put_back(request)
-        self.retractions += 1
+
+    def _give_back(self, request: DecodeRequest) -> None:
+        """Of a retracted request. Nothing is cached: its newest position may have been planned and not computed."""
+        self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
+        request.session_protected_len = None
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
         rows, chunks = self._compute.collect()
@@ -528,9 +624,10 @@ class DecodeCore:
     # ------------------------------------------------------------------------------------------ reporting
 
     def load(self) -> Load:
+        in_transfer = len(self._handoffs) + len(self._restores) + self._storing
         return Load(
             queued=len(self._waiting),
-            running=len(self._compute.running) + len(self._compute.prefilling) + len(self._handoffs),
+            running=len(self._compute.running) + len(self._compute.prefilling) + in_transfer,
             free_pages=self.pool.available_pages,
             total_pages=self.pool.total_pages,
             queued_tokens=sum(request.fill_len for request in self._waiting),
@@ -551,4 +648,4 @@ class DecodeCore:
 
 
 def _owner_class(state: State) -> OwnerClass:
-    return OwnerClass.INCOMING if isinstance(state, Incoming | Stopping) else OwnerClass.REQUEST
+    return OwnerClass.INCOMING if isinstance(state, Restoring | Incoming | Stopping) else OwnerClass.REQUEST

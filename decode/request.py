@@ -2,10 +2,12 @@
 
 Owns the output tokens until the gateway has them all. Never decides anything: that is `core.DecodeCore`'s.
 
-    Queued --> Incoming ---+--> Running --> Done      Incoming: pages promised, bytes on their way ("Reserved" on the
-     ^ |                   |      |                   design's map has no duration: the offer leaves at once)
-     | +-----> Prefilling -+      |                   Prefilling: computed on this worker
-     +--------- retracted --------+                   Stopping, Leaving: over, but somebody still uses the pages
+    Queued -> Restoring -> Incoming ---+-> Running -> Done    Restoring: a tier below the pool writes what it has
+     ^ |                  | |          |     |                Incoming: bytes of a prefill worker are on their way
+     | +------------------+-+          |     |                Prefilling: computed on this worker
+     | |                  +-Prefilling-+     |                Storing: retracted, its pages are copied to a tier first
+     | +------------------+                  |                Stopping, Leaving: over, but somebody still uses the pages
+     +----------- Storing <------------------+
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy.typing as npt
 
 from baton.common.ids import NO_SESSION, HandoffId, HandoffKey, RequestId, SessionId, Stamp, WorkerId
 from baton.common.kv.record import ReqKvInfo
+from baton.common.kv.tiers.api import JobId
 from baton.common.messages import Output, SamplingParams, Timeline, TokenLogprob
 
 I32 = npt.NDArray[np.int32]
@@ -31,6 +34,13 @@ class Queued:
     """Owns nothing."""
 
     since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """Its pages belong to this job of the tiers until that has ended."""
+
+    job: JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +63,13 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
-    """Over, but its hand-off may still write into its pages: they are kept until it has ended."""
+class Storing:
+    """Retracted: its pages are read, and given back when that has ended."""
 
-    key: HandoffKey
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Over, but a hand-off may still write into its pages, or a tier use them: they are kept until that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,7 @@ class Done:
     """Owns nothing any more."""
 
 
-State = Queued | Incoming | Prefilling | Running | Stopping | Leaving | Done
+State = Queued | Restoring | Incoming | Prefilling | Running | Storing | Stopping | Leaving | Done
 
 
 @dataclass(slots=True)
@@ -81,6 +94,8 @@ class Times:
     queue_s: float = 0.0
     reserve_wait_s: float = 0.0
     refused_since_s: float | None = None
+    restore_s: float = 0.0
+    restoring_since_s: float | None = None
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     scatter_s: float = 0.0
@@ -91,6 +106,7 @@ class Times:
     prefill_worker: str = ""
     local_tokens: int = 0
     cached_tokens: int = 0
+    restored_tokens: int = 0
     transferred_tokens: int = 0
     prefill_cached_tokens: int = 0
     attempts: int = 0
@@ -175,9 +191,9 @@ class DecodeRequest:
         self,
         first: int,
         end: int,
-        how: Literal["cached_tokens", "local_tokens", "transferred_tokens", "prefill_cached_tokens"],
+        how: Literal["cached_tokens", "restored_tokens", "local_tokens", "transferred_tokens", "prefill_cached_tokens"],
     ) -> None:
-        """Books prompt tokens [first, end) as cached, local or transferred, each token once; or those of the
+        """Books prompt tokens [first, end) as cached, restored, local or transferred, each token once; or those of the
         transferred ones that the prefill worker had cached."""
         tokens = min(end, len(self.prompt)) - min(first, len(self.prompt))
         if not self.times.counted and tokens > 0:
@@ -187,7 +203,7 @@ class DecodeRequest:
         """A pass over the prompt begins; an earlier one that was cut short does not count."""
         times = self.times
         if not times.counted:
-            times.cached_tokens = times.local_tokens = 0
+            times.cached_tokens = times.restored_tokens = times.local_tokens = 0
             times.transferred_tokens = times.prefill_cached_tokens = 0
 
     def recount_cached(self, known: int) -> None:
@@ -201,6 +217,7 @@ class DecodeRequest:
         return Timeline(
             queue_s=times.queue_s,
             reserve_wait_s=times.reserve_wait_s,
+            restore_s=times.restore_s,
             prefill_s=times.prefill_s,
             transfer_s=times.transfer_s,
             scatter_s=times.scatter_s,
@@ -211,6 +228,7 @@ class DecodeRequest:
             decode_worker=worker,
             local_tokens=times.local_tokens,
             cached_tokens=times.cached_tokens,
+            restored_tokens=times.restored_tokens,
             transferred_tokens=times.transferred_tokens,
             prefill_cached_tokens=times.prefill_cached_tokens,
             attempts=times.attempts,

@@ -15,21 +15,16 @@ and the page of a middle has no use without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from baton.common.config import TiersConfig
-from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
-from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages
+from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages, can_be_tiered
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.units import page_floor, whole_pages
 from baton.decode.request import DecodeRequest
-
-
-def can_be_tiered(layout: KvLayout) -> bool:
-    """Whether a page below the pool is of any use to this model."""
-    return layout.components == (Component.FULL,)
 
 
 @dataclass(slots=True)
@@ -41,8 +36,7 @@ class _Restore:
     aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(NamedTuple):
     """KV of the request's [start, until) is in its pages, which are the request's again. until == start: nothing."""
 
     request: DecodeRequest
@@ -53,8 +47,9 @@ class Landed:
 class Restores:
     """`keys` None: there are no tiers. At most one restore per request at a time."""
 
-    def __init__(self, layout: KvLayout, keys: PageKeys | None, config: TiersConfig) -> None:
-        self._keys = keys if can_be_tiered(layout) else None
+    def __init__(self, pool: KvPool, keys: PageKeys | None, config: TiersConfig) -> None:
+        self._pool = pool
+        self._keys = keys if can_be_tiered(pool.layout) else None
         self._config = config
         self._count = 0
         self._open: dict[JobId, _Restore] = {}
@@ -62,7 +57,7 @@ class Restores:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, request: DecodeRequest, pool: KvPool, now: float) -> RestorePages | None:
+    def begin(self, request: DecodeRequest, now: float) -> RestorePages | None:
         """For a request that was just admitted: its pages are promised. None: not worth asking."""
         if self._keys is None:
             return None
@@ -80,7 +75,7 @@ class Restores:
         return RestorePages(
             job=job,
             keys=tuple(keys[whole_pages(start, page_size) :]),
-            page_ids=np.ascontiguousarray(pool.pages_of(request.record, start, end)),
+            page_ids=np.ascontiguousarray(self._pool.pages_of(request.record, start, end)),
             at_least=self._config.restore_min_pages,
         )
 

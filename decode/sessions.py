@@ -9,7 +9,7 @@ does not come back here; the next one finds no slot and starts from the prefix c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -44,10 +44,11 @@ class SessionSlot:
 
 
 class Sessions:
-    """Oldest first: the order in which slots are given up."""
+    """Oldest first: the order in which slots are given up. `on_cached` hears what a slot left in the prefix cache."""
 
-    def __init__(self, pool: KvPool, limit: int, ttl_s: float) -> None:
+    def __init__(self, pool: KvPool, limit: int, ttl_s: float, on_cached: Callable[[I32], None]) -> None:
         self._pool = pool
+        self._on_cached = on_cached
         self._limit = limit
         self._ttl_s = ttl_s
         self._slots: dict[SessionId, SessionSlot] = {}
@@ -96,6 +97,7 @@ class Sessions:
         slot = self._slots.pop(session_id, None)
         if slot is not None:
             self._pool.release_kv_cache(slot, slot.tokens, effective_len=slot.effective_len)
+            self._on_cached(slot.tokens[: slot.effective_len])
         return slot is not None
 
     def release_oldest(self) -> bool:

@@ -64,6 +64,7 @@ class GatewayMetrics:
         self._total.observe(total_s)
         self._prompt.labels("local").inc(timeline.local_tokens)
         self._prompt.labels("cached").inc(timeline.cached_tokens)
+        self._prompt.labels("restored").inc(timeline.restored_tokens)
         self._prompt.labels("transferred").inc(timeline.transferred_tokens)
         if timeline.lane:
             self._bytes.labels(timeline.lane).inc(timeline.transfer_bytes)

@@ -26,7 +26,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
-from baton.common.config import FAKE_MODEL, ClusterConfig, TiersConfig, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig, validate
 from baton.common.errors import BatonError, ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
@@ -247,9 +247,6 @@ def attach(cluster: str, ray_address: str) -> ClusterHandle:
 def _checked(config: ClusterConfig) -> ClusterConfig:
     """Everything that can be known to fail is found here. Port 0 becomes a free one: successors must find it again."""
     validate(config)
-    if config.kv.tiers != TiersConfig():
-        reason = "no worker uses tiers yet: they are built and tested, and not connected"
-        raise ConfigError("kv.tiers", config.kv.tiers, reason, "leave kv.tiers out")
     make_private(Path(run_root()))
     if config.model.model != FAKE_MODEL:
         resolve_source(config.model.model)

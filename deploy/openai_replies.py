@@ -193,8 +193,9 @@ def http_error(error: RequestError) -> HttpError:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, timelines: list[Timeline]) -> Usage:
-    """Cached: found in a prefix cache, on the decode or on the prefill worker."""
-    cached = sum(timeline.cached_tokens + timeline.prefill_cached_tokens for timeline in timelines)
+    """Cached: not computed for this request. Found in a prefix cache, on the decode or on the prefill worker, or in a
+    tier."""
+    cached = sum(one.cached_tokens + one.restored_tokens + one.prefill_cached_tokens for one in timelines)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -143,7 +143,7 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
             name,
             str(answer.prompt_tokens),
             str(time.local_tokens),
-            str(time.cached_tokens),
+            str(time.cached_tokens + time.restored_tokens),
             str(time.transferred_tokens),
             str(time.prefill_cached_tokens),
             format_bytes(time.transfer_bytes),
@@ -158,7 +158,8 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
     )
     console.print(moves)
     console.print(
-        "[dim]prompt = here (computed by the decode worker) + cached (it had them) + moved.\n"
+        "[dim]prompt = here (computed by the decode worker) + cached (it had them, or a tier below its pool)\n"
+        "+ moved.\n"
         "found: those of the moved ones that the prefill worker had cached.[/]"
     )
 

@@ -6,6 +6,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
+from baton.common.kv.tiers.keys import PageKeys
 from baton.prefill.core import PrefillCore
 from baton.transfer.worker import WorkerActor
 
@@ -13,7 +14,9 @@ from baton.transfer.worker import WorkerActor
 class PrefillActor(WorkerActor):
     """Computes prompts and hands their KV over."""
 
-    def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
+    def make_core(
+        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+    ) -> EngineCore:
         return PrefillCore(pool, config.prefill_worker)
 
     def max_rows(self, config: ClusterConfig) -> int:

@@ -1,10 +1,11 @@
 """One worker process: model runner, KV pool, engine thread and I/O thread, wired together; the Ray actor's methods.
 
-Owns: the order of birth (pin, load, sockets, engine) and what is told from outside (status, census). Never: decides
-anything about a request (the role's core does), or touches KV state off the engine thread.
+Owns: the order of birth (pin, load, tiers, sockets, engine) and what is told from outside (status, census). Never:
+decides anything about a request (the role's core does), or touches KV state off the engine thread.
 
     peers <-> IoThread (sockets, hand-offs, heartbeats) --deliver--> EngineLoop (core, runner, pool)
-                        ^------------------- post ---------------------'
+                        ^------------------- post ---------------------|  ^
+                                  TierThread (levels below) <----------'--' deliver
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from msgspec import Struct
 
 from baton.common.clock import MonotonicClock
 from baton.common.config import FAKE_MODEL, ClusterConfig
-from baton.common.engine.batch import ModelRunner
+from baton.common.engine.batch import KvMemory, ModelRunner
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
-from baton.common.engine.loop import EngineLoop
-from baton.common.errors import BatonError
+from baton.common.engine.loop import EngineLoop, end_process
+from baton.common.errors import BatonError, ConfigError
 from baton.common.ids import Stamp
 from baton.common.kv.census import Census
 from baton.common.kv.checker import InvariantChecker, who_holds
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.sizing import decided_counts
+from baton.common.kv.tiers.api import TierCommand, can_be_tiered
+from baton.common.kv.tiers.keys import PageKeys
+from baton.common.kv.tiers.thread import TierThread
+from baton.common.kv.tiers.tiers import Tiers, open_tiers
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
 from baton.common.messages import Load
@@ -42,9 +47,11 @@ _log = EventLog("baton.worker")
 
 
 class CoreFactory(Protocol):
-    """Makes the role's core over a pool."""
+    """Makes the role's core over a pool; with `page_keys`, over tiers below it."""
 
-    def __call__(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore: ...
+    def __call__(
+        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+    ) -> EngineCore: ...
 
 
 RunnerFactory = Callable[[ProcessSpec, Callable[[str], None]], ModelRunner]
@@ -90,6 +97,7 @@ class _Loaded:
     core: EngineCore
     engine: EngineLoop
     io: IoThread
+    tiers: TierThread | None
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
@@ -113,6 +121,15 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     )
 
 
+def weights_identity(model: str) -> str:
+    """Names the weights: models with one name compute the same KV."""
+    if model == FAKE_MODEL:
+        return FAKE_MODEL
+    from baton.common.model.loading import weights_identity as of_files
+
+    return of_files(model)
+
+
 def _with_null(counts: Mapping[Component, int]) -> dict[Component, int]:
     return {component: count + 1 for component, count in counts.items()}
 
@@ -121,7 +138,13 @@ class WorkerProcess:
     """Everything in one worker but Ray: `ClusterProcess`. What is told from outside, from any thread."""
 
     def __init__(
-        self, spec: ProcessSpec, make_core: CoreFactory, max_rows: int, step_tokens: int, make_runner: RunnerFactory
+        self,
+        spec: ProcessSpec,
+        make_core: CoreFactory,
+        max_rows: int,
+        step_tokens: int,
+        make_runner: RunnerFactory,
+        has_tiers: bool,
     ) -> None:
         self._spec = spec
         self._stamp = spec.new_stamp()
@@ -129,6 +152,7 @@ class WorkerProcess:
         self._max_rows = max_rows
         self._step_tokens = step_tokens
         self._make_runner = make_runner
+        self._has_tiers = has_tiers
         self._clock = MonotonicClock()
         self._loaded: _Loaded | None = None
 
@@ -150,7 +174,9 @@ class WorkerProcess:
             TransitionLog(self._clock),
             self._step_tokens,
         )
-        core = self._make_core(self._stamp, pool, config, max_context_len)
+        named = self._open_tiers(memory, say) if self._has_tiers else None
+        page_keys, opened = named or (None, None)
+        core = self._make_core(self._stamp, pool, config, max_context_len, page_keys)
         checker = InvariantChecker()
 
         def check() -> None:
@@ -167,11 +193,45 @@ class WorkerProcess:
             load=lambda: engine.load(),
             clock=self._clock,
         )
-        engine = EngineLoop(core, runner, io.post, self._clock, check=check)
-        self._loaded = _Loaded(pool, core, engine, io)
+        tiers = None
+        if opened is not None:
+            tiers = TierThread(
+                opened,
+                memory.main.as_bytes(),
+                lambda event: engine.deliver(event),
+                self._clock,
+                max_queued_jobs=config.kv.tiers.max_queued_jobs,
+                on_fatal=end_process,
+            )
+
+        def post(effect: object) -> None:
+            if isinstance(effect, TierCommand):
+                assert tiers is not None, effect
+                tiers.post(effect)
+            else:
+                io.post(effect)
+
+        engine = EngineLoop(core, runner, post, self._clock, check=check)
+        self._loaded = _Loaded(pool, core, engine, io, tiers)
         return io
 
+    def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | None:
+        """The levels below the pool and how pages are named there; None when no level can be opened. Raises ConfigError
+        when they would be of no use."""
+        config = self._spec.config
+        if not can_be_tiered(memory.layout):
+            reason = f"this model keeps {'+'.join(memory.layout.components)}; a page of a sliding or recurrent layer"
+            reason += " is of use at the end of its tokens only"
+            raise ConfigError("kv.tiers", config.model.model, reason, "leave kv.tiers out")
+        say("naming the weights for the tiers below the pool")
+        names = memory.fingerprint() | {"weights": weights_identity(config.model.model)}
+        keys = PageKeys.of_model(names, memory.layout.page_size)
+        tiers = open_tiers(config.kv.tiers, self._spec.worker, keys.root, memory.main.page_bytes)
+        return None if tiers is None else (keys, tiers)
+
     def serve(self) -> None:
+        if self._running.tiers is not None:
+            self._running.tiers.start()
         self._running.engine.start()
 
     # --------------------------------------------------------------------------------- told from outside
@@ -185,6 +245,8 @@ class WorkerProcess:
         counters |= {f"io.dropped.{name}": value for name, value in snapshot.dropped.items()}
         counters |= {f"mesh.{name}": value for name, value in asdict(snapshot.mesh).items()}
         counters["engine.refused_messages"] = loaded.engine.refused_messages
+        if loaded.tiers is not None:
+            counters |= {f"tiers.{name}": value for name, value in loaded.tiers.counters().items()}
         return WorkerStatus(
             worker=spec.worker,
             role=spec.role,
@@ -262,11 +324,18 @@ class WorkerActor(ProcessActor):
 
     def make_process(self, spec: ProcessSpec) -> WorkerProcess:
         rows, step_tokens = self.max_rows(spec.config), self.step_tokens(spec.config)
-        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, self.make_runner)
+        tiers = self.has_tiers(spec.config)
+        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, self.make_runner, tiers)
         return self._process
 
-    def make_core(self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int) -> EngineCore:
+    def make_core(
+        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+    ) -> EngineCore:
         raise NotImplementedError
+
+    def has_tiers(self, config: ClusterConfig) -> bool:
+        """Whether pages move between this role's pool and tiers below it."""
+        return False
 
     def max_rows(self, config: ClusterConfig) -> int:
         """Most requests that hold KV at one time."""

@@ -6,7 +6,7 @@ What holds after every transition, given every live record exactly once:
  C2 each record: 0 <= protected <= committed <= allocated <= row width, protected page-aligned and equal to its lease.
  C3 a record's protected entries are the tree's pages of its lease, so they are cached and locked.
  C4 each taken row belongs to one record, each record has one taken row.
- C5 the tree is whole and its locks are exactly the records' leases.
+ C5 the tree is whole and its locks are exactly the leases of the records and of those who copy.
  C6 sliding window: what is needed behind `committed` is there, what the eviction cursor has passed is not; no record
     owns and locks more than it was promised, and the promises add up to what the pool counts, at most all it has.
  C7 recurrent state: what a record is still to copy its state from is the checkpoint that its lease protects.
@@ -86,7 +86,8 @@ class InvariantChecker:
         try:
             for allocator in pool.supply.allocators.values():
                 allocator.check()
-            pool.prefix.check([h.record.prefix_lock for h in held if h.record.prefix_lock is not None])
+            leases = [h.record.prefix_lock for h in held if h.record.prefix_lock is not None]
+            pool.prefix.check([*leases, *pool.copying])
         except InvariantViolation:
             raise
         except OwnershipError as error:

@@ -27,7 +27,15 @@ from baton.common.kv.census import Census, Holding, take_census
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.parts import PoolParts
-from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, PrefixCache, Span
+from baton.common.kv.prefix.interface import (
+    I32,
+    NO_IDS,
+    GroupCounts,
+    PrefixCache,
+    PrefixLease,
+    PrefixMatch,
+    Span,
+)
 from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.record import KvHolder, ReqKvInfo
 from baton.common.kv.resizing import create, grow, shrink
@@ -46,7 +54,8 @@ _EXTENDED_BY_ONE = Extended(1)
 class KvPool:
     """`num_pages` counts the null page (or slot) of each component, as `KvBuffer.num_pages` does; `max_context_len` is
     the row width in tokens; `step_tokens` is the most that one step computes of one record. `longest` is the most
-    tokens of one record: what a row and an otherwise empty pool can hold."""
+    tokens of one record: what a row and an otherwise empty pool can hold. `copying` are the leases of those who copy
+    cached pages, beside the records' own."""
 
     def __init__(
         self,
@@ -66,6 +75,7 @@ class KvPool:
         self.supply, self.rows = self.parts.supply, self.parts.rows
         self.window, self.states = self.parts.window, self.parts.states
         self.longest = self.parts.longest(max_context_len)
+        self.copying: list[PrefixLease] = []
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -360,6 +370,19 @@ class KvPool:
         effective = record.kv_committed_len if effective_len is None else effective_len
         effective = max(effective, record.cache_protected_len)
         release(self.parts, holder, record, _as_array(tokens) if is_insert else None, effective)
+
+    def begin_copy(self, match: PrefixMatch) -> PrefixLease | None:
+        """What is cached of the match stays in place and as it is, for somebody who copies it, until `end_copy`. None
+        when nothing is, any more."""
+        lease = self.prefix.lock(match)
+        if lease is not None:
+            self.copying.append(lease)
+        return lease
+
+    def end_copy(self, lease: PrefixLease) -> None:
+        """Consumes the lease. To be copied is not to be used: what was next to be evicted still is."""
+        self.copying.remove(lease)
+        self.prefix.unlock(lease, used=False)
 
     def evict(self, n: int) -> int:
         """Frees at most `n` cached pages of the main component, least recently used first. Returns how many."""

@@ -166,6 +166,14 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
     return model.eval()
 
 
+def weights_identity(spec: str) -> str:
+    """Names the weights by the content of all files: models with equal names compute the same KV."""
+    source = resolve_source(spec)
+    if source.kind == "gguf":
+        return _cache_name(source)
+    return "-".join(file_digest(path) for path in sorted(source.path.iterdir()) if path.is_file())
+
+
 def _eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """What ends an answer: generation_config.json where there is one (chat models list more ids there)."""
     from transformers import GenerationConfig

@@ -118,7 +118,8 @@ def _judge_complete(request: ClientRequest, expected: FakeAnswer) -> None:
         timeline = request.ended.timeline if request.ended is not None else None
         assert timeline is not None, f"{request.request_id} has no timeline"
         if timeline.decode_s > 0:
-            parts = (timeline.local_tokens, timeline.cached_tokens, timeline.transferred_tokens)
+            kept = timeline.cached_tokens, timeline.restored_tokens
+            parts = (timeline.local_tokens, *kept, timeline.transferred_tokens)
             assert sum(parts) == len(request.prompt), f"{request.request_id}: {parts} of {len(request.prompt)} tokens"
 
 

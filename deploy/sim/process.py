@@ -18,10 +18,11 @@ from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.ids import CONTROLLER, Epoch, HandoffKey, RequestId, Stamp, WorkerId
-from baton.common.kv.census import OwnerClass
+from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
+from baton.common.kv.tiers.api import TierCommand
 from baton.common.messages import (
     PROTOCOL_VERSION,
     Body,
@@ -37,6 +38,7 @@ from baton.decode.core import DecodeCore
 from baton.deploy.controller_core import ControllerCore, KillWorker, Publish, Reply, SeatSpec, StartWorker
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.sim.data_plane import PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.prefill.core import PrefillCore
 from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
 from baton.transfer.endpoint import Endpoint
@@ -207,7 +209,13 @@ class WorkerProcess(MemberProcess):
             self.core = PrefillCore(self.pool, settings.prefill_config)
         else:
             self.core = DecodeCore(
-                stamp, self.pool, settings.decode_config, settings.transfer, settings.max_context_len
+                stamp,
+                self.pool,
+                settings.decode_config,
+                settings.transfer,
+                settings.max_context_len,
+                settings.tiers,
+                page_keys_of(settings),
             )
         memory = self.runner.memory
         self.endpoint = Endpoint(
@@ -215,6 +223,7 @@ class WorkerProcess(MemberProcess):
         )
         super().__init__(world, stamp, role)
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
+        self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
         self._checker = InvariantChecker()
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
@@ -284,6 +293,9 @@ class WorkerProcess(MemberProcess):
     # -------------------------------------------------------------------------------------- I/O thread
 
     def _io_take(self, effect: object) -> None:
+        if isinstance(effect, TierCommand):
+            self.tier.take(effect)
+            return
         if isinstance(effect, SendTo):
             self.send(effect.worker, effect.epoch, effect.body)
             return
@@ -339,6 +351,22 @@ class WorkerProcess(MemberProcess):
         what = f"{component} pages {pages.tolist()}"
         raise AssertionError(f"{self.stamp.worker}: {key} writes {what}, which are not its own")
 
+    def assert_restorable(self, page: int) -> None:
+        """T1: what a tier writes was promised to a request that waits for it."""
+        for holding in self.core.holdings():
+            if holding.owner_class is OwnerClass.INCOMING and self._owns(holding, page):
+                return
+        raise AssertionError(f"{self.stamp.worker}: a tier writes page {page}, which is not promised to anybody")
+
+    def assert_copied_from(self, page: int) -> None:
+        """T1: what a tier reads stays as it is: cached and locked, or a request's."""
+        locked = self.pool.prefix.cached_pages()[1].of(self.pool.main)
+        if not (locked == page).any() and not any(self._owns(one, page) for one in self.core.holdings()):
+            raise AssertionError(f"{self.stamp.worker}: a tier reads page {page}, which nobody keeps for it")
+
+    def _owns(self, holding: Holding, page: int) -> bool:
+        return bool((self.pool.parts.own_ids(holding.record, self.pool.main) == page).any())
+
     def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1: what is read for a hand-off is still held for it."""
         for holding in self.core.holdings():
@@ -359,6 +387,7 @@ class WorkerProcess(MemberProcess):
             and self.endpoint.live_sinks == 0
             and self.endpoint.live_sources == 0
             and self.data.quiet
+            and self.tier.quiet
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TransferConfig
+from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
 from baton.common.kv.layout import Component, KvLayout
 
@@ -65,6 +65,10 @@ class WorldSettings:
     region_pages: int = 2
     pull_lane: float = 0.5  # share of hand-offs that pull
     region_s: float = 0.004  # most time of one gather, pull or scatter
+    tiers: TiersConfig = field(default_factory=TiersConfig)  # of the decode workers; any level: a store that all share
+    tier_pages: int = 256  # that it keeps
+    tier_page_s: float = 0.002  # most time that copying a page takes
+    tier_loss: float = 0.05  # share of jobs and pages that come to nothing
     thread_hop_s: float = 0.0004  # most time from the engine thread to the I/O thread, or back; order is kept
     links: LinkFaults = NO_FAULTS
     crashes: int = 0
@@ -164,11 +168,22 @@ def random_settings(seed: int) -> WorldSettings:
     # Enough for the largest request, so that only full attention makes one too long; not for many at a time.
     chunk = max(settings.prefill_config.chunk_tokens, settings.decode_config.chunk_tokens, page_size)
     needed = 2 * window // page_size + chunk // page_size + 6
+    tiered = settings.prefix_cache == "radix" and full and not slides and not state and rng.random() < 0.6
     return dataclasses.replace(
         settings,
+        requests=settings.requests + 12 * tiered,  # prompts must come again to be found there
         full=full,
         window=window,
         state=state,
         swa_pages=needed + rng.randint(0, 2 * needed),
         state_slots=rng.choice((2, 4, 16)),
+        tiers=TiersConfig(
+            host_bytes=int(tiered),
+            write=rng.choice(("through", "back")),
+            restore_min_pages=rng.choice((1, 2)),
+            restore_deadline_s=rng.choice((0.01, 2.0)),
+        ),
+        tier_pages=rng.choice((8, 256)),
+        tier_page_s=rng.choice((0.0005, 0.02)),
+        tier_loss=0.0 if calm else rng.choice((0.0, 0.1)),
     )

@@ -22,6 +22,7 @@ from baton.deploy.sim.network import Network
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess, WorkerProcess
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
+from baton.deploy.sim.tier import SharedStore
 
 AIMS = ("command", "hand_off_frame", "land_region", "landing_ended", "engine_event", "fence_sink", "frame_lost")
 KILL_S = 0.05
@@ -60,6 +61,7 @@ class World:
         self.seats: dict[WorkerId, SimProcess] = {}
         self.network = Network(self.schedule, settings.links, self.seats.get, self.probe)
         self.clients = Clients()
+        self.tier_store = SharedStore(settings.tier_pages)  # survives every worker
         self.gateway_config = GatewayConfig(max_inflight_requests=256)
         self.faulty = settings.links.loss > 0
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)

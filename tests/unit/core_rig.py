@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.common.config import DecodeConfig, PrefillConfig, TransferConfig
+from baton.common.config import DecodeConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
@@ -20,6 +20,16 @@ from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.tiers.api import (
+    AbortRestore,
+    PagesRestored,
+    PagesStored,
+    RestorePages,
+    StorePages,
+    TierCommand,
+    TierEvent,
+)
+from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.common.messages import (
     Body,
     CancelRequest,
@@ -148,12 +158,18 @@ def decode_engine(
     swa_pages: int | None = None,
     slots: int = 24,
     cache: PrefixCacheName = "radix",
+    tiers: TiersConfig | None = None,
     **config: int,
 ) -> Engine:
     config.setdefault("num_reserved_decode_tokens", 8)
     made = DecodeConfig(**config)
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache)
-    return Engine(lambda pool: DecodeCore(DECODE, pool, made, TransferConfig(), context), sizes, made.chunk_tokens)
+    keys = None if tiers is None else PageKeys.of_model({"weights": "fake"}, page_size)
+
+    def make(pool: KvPool) -> DecodeCore:
+        return DecodeCore(DECODE, pool, made, TransferConfig(), context, tiers or TiersConfig(), keys)
+
+    return Engine(make, sizes, made.chunk_tokens)
 
 
 def prefill_engine(
@@ -196,6 +212,43 @@ class GatewayStub:
         return [FinishAck(request_id=body.request_id, placement=body.placement)] if self.acknowledge else []
 
 
+class TierStub:
+    """Copies from and to an engine's pages: at once, or, what it `holds`, when told. Keeps everything."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._memory = engine.runner.memory.main.as_bytes()
+        self.pages: dict[PageKey, np.ndarray] = {}
+        self.holds: Callable[[TierCommand], bool] = lambda command: False
+        self.held: list[StorePages | RestorePages] = []
+
+    def take(self, command: TierCommand) -> list[TierEvent]:
+        if isinstance(command, AbortRestore):
+            return []
+        if self.holds(command):
+            self.held.append(command)
+            return []
+        return [self.carry_out(command)]
+
+    def carry_out(self, command: StorePages | RestorePages, most: int = 1 << 30) -> TierEvent:
+        """`most`: pages that are copied before it is cut short."""
+        pages = list(zip(command.keys, command.page_ids.tolist(), strict=True))[:most]
+        if isinstance(command, StorePages):
+            self.pages |= {key: self._memory[page].copy() for key, page in pages}
+            return PagesStored(command.job, len(pages))
+        restored = 0
+        for key, page in pages:
+            if key not in self.pages:
+                break
+            self._memory[page] = self.pages[key]
+            restored += 1
+        return PagesRestored(command.job, restored if restored >= command.at_least else 0)
+
+    def release(self) -> list[StorePages | RestorePages]:
+        """What was held; nothing is from now on."""
+        held, self.held, self.holds = self.held, [], lambda command: False
+        return held
+
+
 @dataclass
 class _Handoff:
     open: OpenSink
@@ -218,6 +271,7 @@ class Rig:
     def __init__(self, decode: Engine | None = None, prefill: Engine | None = None) -> None:
         self.decode = decode or decode_engine()
         self.prefill = prefill or prefill_engine()
+        self.tier = TierStub(self.decode)
         self.gateway = GatewayStub()
         self.handoffs: dict[HandoffKey, _Handoff] = {}
         self.log: list[object] = []
@@ -291,6 +345,9 @@ class Rig:
                     self._open(effect)
                 case AbortSink(key, failure):
                     self.end(key, failure)
+                case StorePages() | RestorePages() | AbortRestore():
+                    for answer in self.tier.take(effect):
+                        self.run(self.decode.handle(answer))
                 case ShipRegion():
                     self._ship(effect)
                 case FinishSource(key, result):
@@ -330,6 +387,11 @@ class Rig:
                 )
             )
         self.offers = []
+
+    def release_tier(self, most: int = 1 << 30) -> None:
+        """Carries out what the tiers held, in its order; of each at most so many pages."""
+        for command in self.tier.release():
+            self.run(self.decode.handle(self.tier.carry_out(command, most)))
 
     def release_offers(self) -> None:
         offers, self.offers, self.hold_offers = self.offers, [], False

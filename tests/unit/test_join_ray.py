@@ -12,8 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RaySystemError
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, GatewayConfig, KvConfig, ModelConfig, TiersConfig
-from baton.common.errors import ConfigError
+from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
 from baton.deploy import launch
 from baton.deploy.controller import ClusterPlan, Seat
@@ -74,13 +73,6 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(LaunchError, match=r"^Ray did not start on this machine: The current .* startup\.$"):
         launch.launch(config)
     assert steps == ["ray.shutdown"]
-
-
-def test_what_is_not_connected_yet_is_refused_and_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("nothing is started"))
-    config = ClusterConfig(kv=KvConfig(tiers=TiersConfig(host_bytes=1 << 20)))
-    with pytest.raises(ConfigError, match=r"kv\.tiers = .*not connected"):
-        launch.launch(config)
 
 
 @dataclass

@@ -11,17 +11,18 @@ from tier_rig import host
 from baton.common.clock import VirtualClock
 from baton.common.config import TiersConfig
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
-from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.layout import KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.tiers.api import (
     AbortRestore,
-    EvictedRun,
     JobId,
     PagesRestored,
     PagesStored,
     StorePages,
     TierEvent,
+    can_be_tiered,
 )
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.kv.tiers.thread import TierThread
@@ -43,8 +44,8 @@ def prompt(length: int, seed: int = 0) -> I32:
     return np.arange(length, dtype=np.int32) + 1000 * seed
 
 
-def pool() -> KvPool:
-    return KvPool(KvLayout(PAGE_SIZE), {Component.FULL: PAGES + 1}, 8, PAGES * PAGE_SIZE)
+def pool(layout: KvLayout = FULL) -> KvPool:
+    return KvPool(layout, dict.fromkeys(layout.components, PAGES + 1), 8, PAGES * PAGE_SIZE)
 
 
 def request(tokens: I32, outputs: int = 0) -> DecodeRequest:
@@ -79,12 +80,25 @@ def cached(kv: KvPool, tokens: I32) -> None:
     kv.release_kv_cache(one, tokens)
 
 
-def restores(layout: KvLayout = FULL, keys: PageKeys | None = KEYS, config: TiersConfig = CONFIG) -> Restores:
-    return Restores(layout, keys, config)
+def restores(kv: KvPool, keys: PageKeys | None = KEYS, config: TiersConfig = CONFIG) -> Restores:
+    return Restores(kv, keys, config)
 
 
-def stores(layout: KvLayout = FULL, keys: PageKeys | None = KEYS, config: TiersConfig = CONFIG) -> Stores:
-    return Stores(layout, keys, config, PAGES)
+def stores(kv: KvPool, keys: PageKeys | None = KEYS, config: TiersConfig = CONFIG) -> Stores:
+    return Stores(kv, keys, config)
+
+
+def store(planner: Stores, tokens: I32) -> StorePages:
+    """What goes down now that these were offered to the tree; something must."""
+    (command,) = planner.cached(tokens)
+    return command
+
+
+def running(kv: KvPool, length: int, outputs: int) -> DecodeRequest:
+    """All KV is there but that of the newest output."""
+    one = admitted(kv, prompt(length), outputs)
+    kv.commit_incoming(one.record, one.fill_len)
+    return one
 
 
 # ------------------------------------------------------------------------------------------------ restoring
@@ -103,7 +117,7 @@ def stores(layout: KvLayout = FULL, keys: PageKeys | None = KEYS, config: TiersC
 def test_all_whole_pages_but_the_last_logits_are_asked_for(length: int, outputs: int, asked: int) -> None:
     kv = pool()
     one = admitted(kv, prompt(length), outputs)
-    command = restores().begin(one, kv, 0.0)
+    command = restores(kv).begin(one, 0.0)
     assert command is not None
     assert list(command.keys) == KEYS.of(one.fill_tokens)[:asked]
     assert np.array_equal(command.page_ids, kv.pages_of(one.record, 0, asked * PAGE_SIZE))
@@ -114,7 +128,7 @@ def test_what_the_tree_has_is_not_asked_for() -> None:
     kv = pool()
     cached(kv, prompt(20))
     one = admitted(kv, prompt(41))
-    command = restores().begin(one, kv, 0.0)
+    command = restores(kv).begin(one, 0.0)
     assert command is not None
     assert list(command.keys) == KEYS.of(prompt(40))[5:]
     assert np.array_equal(command.page_ids, kv.pages_of(one.record, 20, 40))
@@ -122,15 +136,15 @@ def test_what_the_tree_has_is_not_asked_for() -> None:
 
 def test_few_pages_are_not_worth_it() -> None:
     kv = pool()
-    assert restores().begin(admitted(kv, prompt(8)), kv, 0.0) is None
-    assert restores().begin(admitted(kv, prompt(9, seed=1)), kv, 0.0) is not None
+    assert restores(kv).begin(admitted(kv, prompt(8)), 0.0) is None
+    assert restores(kv).begin(admitted(kv, prompt(9, seed=1)), 0.0) is not None
 
 
 def test_a_page_known_in_part_is_not_overwritten() -> None:
     kv = pool()
     one = admitted(kv, prompt(41))
     kv.commit_incoming(one.record, 10)  # as a conversation's last turn left it
-    assert restores().begin(one, kv, 0.0) is None
+    assert restores(kv).begin(one, 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -138,25 +152,29 @@ def test_a_page_known_in_part_is_not_overwritten() -> None:
     [KvLayout(PAGE_SIZE, window=8), KvLayout(PAGE_SIZE, full=False, window=8), KvLayout(PAGE_SIZE, state=True)],
 )
 def test_models_with_sliding_or_recurrent_layers_are_left_alone(layout: KvLayout) -> None:
-    kv = pool()
-    assert restores(layout).begin(admitted(kv, prompt(41)), kv, 0.0) is None
-    assert stores(layout).through(prompt(40), kv.prefix) is None
-    assert stores(layout, config=BACK).wanted(0) == 0
+    kv = pool(layout)
+    one = admitted(kv, prompt(41))
+    assert not can_be_tiered(layout)
+    assert restores(kv).begin(one, 0.0) is None
+    assert stores(kv).retract(running(kv, 41, outputs=2)) is None
+    assert stores(kv).cached(prompt(41)) == []
 
 
 def test_without_tiers_nothing_is_asked() -> None:
     kv = pool()
-    assert restores(keys=None).begin(admitted(kv, prompt(41)), kv, 0.0) is None
-    assert stores(keys=None).through(prompt(40), kv.prefix) is None
-    assert stores(keys=None, config=BACK).wanted(0) == 0
+    assert restores(kv, keys=None).begin(admitted(kv, prompt(41)), 0.0) is None
+    assert stores(kv, keys=None).retract(running(kv, 41, outputs=2)) is None
+    cached(kv, prompt(41, seed=1))
+    assert stores(kv, keys=None).cached(prompt(41, seed=1)) == []
 
 
 @pytest.mark.parametrize(("pages", "until"), [(0, 20), (3, 32), (5, 40)])
 def test_what_landed_is_told_from_where_the_tree_ended(pages: int, until: int) -> None:
-    kv, planner = pool(), restores()
+    kv = pool()
+    planner = restores(kv)
     cached(kv, prompt(20))
     one = admitted(kv, prompt(41))
-    command = planner.begin(one, kv, 0.0)
+    command = planner.begin(one, 0.0)
     assert command is not None
     assert planner.end(PagesRestored(command.job, pages)) == Landed(one, 20, until)
     kv.commit_incoming(one.record, until)
@@ -164,16 +182,18 @@ def test_what_landed_is_told_from_where_the_tree_ended(pages: int, until: int) -
 
 
 def test_more_than_was_asked_for_cannot_land() -> None:
-    kv, planner = pool(), restores()
-    command = planner.begin(admitted(kv, prompt(41)), kv, 0.0)
+    kv = pool()
+    planner = restores(kv)
+    command = planner.begin(admitted(kv, prompt(41)), 0.0)
     assert command is not None
     with pytest.raises(AssertionError):
         planner.end(PagesRestored(command.job, 11))
 
 
 def test_a_slow_restore_is_cut_short_once() -> None:
-    kv, planner = pool(), restores()
-    first, second = [planner.begin(admitted(kv, prompt(41, seed)), kv, float(seed)) for seed in (0, 1)]
+    kv = pool()
+    planner = restores(kv)
+    first, second = [planner.begin(admitted(kv, prompt(41, seed)), float(seed)) for seed in (0, 1)]
     assert first is not None
     assert second is not None
     assert planner.next_deadline() == 5.0
@@ -192,149 +212,182 @@ def test_a_slow_restore_is_cut_short_once() -> None:
 
 
 def test_what_the_tree_got_is_stored_once() -> None:
-    kv, planner = pool(), stores()
+    kv = pool()
+    planner = stores(kv)
     cached(kv, prompt(41))
-    command = planner.through(prompt(41), kv.prefix)
-    assert command is not None
+    command = store(planner, prompt(41))
     assert list(command.keys) == KEYS.of(prompt(41))
-    assert planner.end(PagesStored(command.job, 10), kv.prefix).tolist() == []
-    assert planner.through(prompt(41), kv.prefix) is None
-    cached(kv, np.concatenate((prompt(41)[:40], prompt(8, seed=3))))
-    longer = planner.through(np.concatenate((prompt(41)[:40], prompt(8, seed=3))), kv.prefix)
-    assert longer is not None
-    assert len(longer.keys) == 2
+    assert planner.end(PagesStored(command.job, 10)) is None
+    assert planner.cached(prompt(41)) == []
+    longer = np.concatenate((prompt(41)[:40], prompt(8, seed=3)))
+    cached(kv, longer)
+    assert list(store(planner, longer).keys) == KEYS.of(longer)[10:]
 
 
 def test_pages_being_stored_stay_in_the_tree() -> None:
-    kv, planner = pool(), stores()
+    kv = pool()
+    planner = stores(kv)
     cached(kv, prompt(40))
     cached(kv, prompt(40, seed=1))
-    command = planner.through(prompt(40), kv.prefix)
-    assert command is not None
-    kv.prefix.check(planner.leases())
+    command = store(planner, prompt(40))
+    InvariantChecker().check(kv, [])
     kv.clear_cache()
     assert kv.match_len(prompt(40)) == 40
     assert kv.match_len(prompt(40, seed=1)) == 0
-    planner.end(PagesStored(command.job, 10), kv.prefix)
-    kv.prefix.check(planner.leases())
+    planner.end(PagesStored(command.job, 10))
+    InvariantChecker().check(kv, [])
     kv.clear_cache()
     assert kv.free_pages == kv.total_pages
 
 
+def test_a_stored_page_is_evicted_when_it_would_have_been() -> None:
+    kv = pool()
+    planner = stores(kv)
+    cached(kv, prompt(40))
+    cached(kv, prompt(40, seed=1))
+    command = store(planner, prompt(40))
+    planner.end(PagesStored(command.job, 10))
+    kv.evict(10)
+    assert (kv.match_len(prompt(40)), kv.match_len(prompt(40, seed=1))) == (0, 40)
+
+
 def test_what_was_dropped_is_offered_again() -> None:
-    kv, planner = pool(), stores()
+    kv = pool()
+    planner = stores(kv)
     cached(kv, prompt(40))
     for kept, left in ((0, 10), (7, 10), (3, 3)):
-        command = planner.through(prompt(40), kv.prefix)
-        assert command is not None
+        command = store(planner, prompt(40))
         assert len(command.keys) == left
-        planner.end(PagesStored(command.job, kept), kv.prefix)
-    assert planner.through(prompt(40), kv.prefix) is None
+        planner.end(PagesStored(command.job, kept))
+    assert planner.cached(prompt(40)) == []
 
 
 def test_a_page_that_holds_something_else_by_now_is_stored_again() -> None:
-    kv, planner = pool(), stores()
-    for seed in range(4):
+    kv = pool()
+    planner = stores(kv)
+    for seed in (0, 1, 0):
         cached(kv, prompt(40, seed))
-        command = planner.through(prompt(40, seed), kv.prefix)
-        assert command is not None
+        command = store(planner, prompt(40, seed))
         assert list(command.keys) == KEYS.of(prompt(40, seed))
-        planner.end(PagesStored(command.job, 10), kv.prefix)
+        planner.end(PagesStored(command.job, 10))
+        assert planner.cached(prompt(40, seed)) == []
         kv.clear_cache()
 
 
 def test_no_more_than_a_share_of_the_pool_is_being_stored() -> None:
-    kv, planner = pool(), stores()
+    kv = pool()
+    planner = stores(kv)
     most = PAGES // SHARE
     commands: list[StorePages] = []
     for seed in range(5):
         cached(kv, prompt(40, seed))
-        command = planner.through(prompt(40, seed), kv.prefix)
-        if command is not None:
-            commands.append(command)
+        commands += planner.cached(prompt(40, seed))
     assert sum(len(command.keys) for command in commands) == most
     assert planner.skipped_pages == 50 - most
-    kv.prefix.check(planner.leases())
     for command in commands:
-        planner.end(PagesStored(command.job, 0), kv.prefix)
-    again = planner.through(prompt(40, seed=4), kv.prefix)
-    assert again is not None
-    assert len(again.keys) == 10
+        planner.end(PagesStored(command.job, 0))
+    assert len(store(planner, prompt(40, seed=4)).keys) == 10
 
 
 def test_nothing_cached_is_nothing_to_store() -> None:
-    assert stores().through(prompt(40), pool().prefix) is None
+    assert stores(pool()).cached(prompt(40)) == []
 
 
 # ---------------------------------------------------------------------------------------------- written back
 
 
-def give_up(kv: KvPool, tokens: I32) -> EvictedRun:
-    """As a tree that tells tokens would: everything of one leaf."""
-    pages = kv.prefix.clear().full
-    return EvictedRun(tokens[: len(pages) * PAGE_SIZE], pages)
+def crowded() -> KvPool:
+    """Three prompts of ten pages in the tree, the first one oldest, and one that fills it; a page is free."""
+    kv = pool()
+    for seed in range(3):
+        cached(kv, prompt(40, seed))
+    cached(kv, prompt((PAGES - 31) * PAGE_SIZE, seed=99))
+    assert kv.free_pages == 1 < PAGES // LOW_SHARE
+    return kv
 
 
-def test_pages_that_the_tree_gave_up_are_owned_until_stored() -> None:
-    kv, planner = pool(), stores(config=BACK)
-    cached(kv, prompt(41))
-    assert planner.through(prompt(41), kv.prefix) is None
-    run = give_up(kv, prompt(41))
-    command, free = planner.back([run])
-    assert command is not None
-    assert list(command.keys) == KEYS.of(prompt(40))
-    assert free.tolist() == []
-    assert planner.owned_pages().tolist() == run.pages.tolist()
-    assert kv.free_pages == kv.total_pages - 10
-    freed = planner.end(PagesStored(command.job, 10), kv.prefix)
-    kv.allocator.free(freed)
-    assert kv.free_pages == kv.total_pages
-    assert planner.owned_pages().tolist() == []
+def test_pages_are_copied_before_they_are_evicted() -> None:
+    kv = crowded()
+    planner = stores(kv, config=BACK)
+    command = store(planner, prompt(8, seed=50))
+    assert list(command.keys) == KEYS.of(prompt(40)), "the oldest leaf, whatever was offered last"
+    assert kv.evict(10) == 10
+    assert (kv.match_len(prompt(40)), kv.match_len(prompt(40, seed=1))) == (40, 0), "not the one that is being read"
+    planner.end(PagesStored(command.job, 10))
+    kv.evict(10)
+    assert kv.match_len(prompt(40)) == 0, "but as soon as it was"
 
 
-def test_the_end_of_a_run_has_the_names_of_its_end() -> None:
-    planner = stores(config=BACK)
-    command, _ = planner.back([EvictedRun(prompt(40), np.array([5, 6, 7], np.int32))])
-    assert command is not None
+def test_while_there_is_room_nothing_is_written_back() -> None:
+    kv = pool()
+    cached(kv, prompt(40))
+    assert stores(kv, config=BACK).cached(prompt(40)) == []
+
+
+def test_pages_have_the_names_of_their_whole_prompt() -> None:
+    """The beginning of the oldest leaf is shared with another one."""
+    kv = pool()
+    ours, other = prompt(40), np.concatenate((prompt(20), prompt(20, seed=5)))
+    cached(kv, ours)
+    cached(kv, other)
+    cached(kv, prompt((PAGES - 16) * PAGE_SIZE, seed=99))
+    command = store(stores(kv, config=BACK), prompt(40))
+    assert list(command.keys) == KEYS.of(ours)
+    assert np.array_equal(command.page_ids, kv.prefix.pages(kv.copying[0]).full)
+
+
+def test_clean_pages_are_not_copied_again() -> None:
+    kv = crowded()
+    planner = stores(kv, config=BACK)
+    command = store(planner, prompt(40))
+    planner.end(PagesStored(command.job, 7))
+    command = store(planner, prompt(40))
     assert list(command.keys) == KEYS.of(prompt(40))[7:]
+    planner.end(PagesStored(command.job, 3))
+    assert planner.cached(prompt(40)) == []
+    kv.evict(10)
+    cached(kv, prompt(40, seed=7))
+    assert kv.free_pages == 1
+    assert list(store(planner, prompt(40)).keys) == KEYS.of(prompt(40, seed=1)), "the next in line"
 
 
-def test_clean_pages_are_free_at_once() -> None:
-    planner = stores(config=BACK)
-    run = EvictedRun(prompt(16), np.array([1, 2, 3, 4], np.int32))
-    command, _ = planner.back([run])
+# ------------------------------------------------------------------------------------------------- retracted
+
+
+def test_a_retracted_request_is_copied_up_to_its_last_whole_page() -> None:
+    kv = pool()
+    planner = stores(kv)
+    one = running(kv, 41, outputs=9)  # KV of 49 tokens
+    command = planner.retract(one)
     assert command is not None
-    planner.end(PagesStored(command.job, 3), pool().prefix)
-    command, free = planner.back([run])
+    assert list(command.keys) == KEYS.of(one.known_tokens[:48])
+    assert np.array_equal(command.page_ids, kv.pages_of(one.record, 0, 48))
+    assert planner.end(PagesStored(command.job, 12)) is one
+    assert planner.retract(one) is None, "there already"
+
+
+def test_a_position_that_was_planned_and_not_computed_is_not_copied() -> None:
+    kv = pool()
+    one = running(kv, 41, outputs=7)  # KV of 47 tokens is there
+    kv.prepare_for_decode(one)
+    assert one.record.kv_committed_len == 48
+    command = stores(kv).retract(one)
     assert command is not None
-    assert (command.page_ids.tolist(), free.tolist()) == ([4], [1, 2, 3])
-    assert planner.end(PagesStored(command.job, 1), pool().prefix).tolist() == [4]
-    command, free = planner.back([run])
-    assert (command, free.tolist()) == (None, [1, 2, 3, 4])
-    assert planner.back([])[0] is None
+    assert list(command.keys) == KEYS.of(one.known_tokens[:44])
 
 
-def test_pages_are_given_up_ahead_of_need() -> None:
-    planner = stores(config=BACK)
-    low = PAGES // LOW_SHARE
-    assert planner.wanted(low) == 0
-    assert planner.wanted(low - 3) == 3
-    command, _ = planner.back([EvictedRun(prompt(8), np.array([1, 2], np.int32))])
+def test_what_was_stored_of_the_prompt_is_not_copied_again() -> None:
+    kv = pool()
+    planner = stores(kv)
+    one = running(kv, 41, outputs=9)
+    kv.cache_finished_req(one, one.fill_tokens, kv_len_to_handle=40)
+    planner.end(PagesStored(store(planner, prompt(40)).job, 10))
+    command = planner.retract(one)
     assert command is not None
-    assert planner.wanted(low - 3) == 1
-    assert stores().wanted(0) == 0
-
-
-def test_beyond_the_share_pages_are_free_and_lost_to_the_tiers() -> None:
-    planner = stores(config=BACK)
-    most = PAGES // SHARE
-    pages = np.arange(1, most + 6, dtype=np.int32)
-    command, free = planner.back([EvictedRun(prompt(len(pages) * PAGE_SIZE), pages)])
-    assert command is not None
-    assert len(command.keys) == most
-    assert free.tolist() == pages[most:].tolist()
-    assert planner.skipped_pages == 5
-    assert planner.wanted(0) == 0
+    assert list(command.keys) == KEYS.of(one.known_tokens[:48])[10:]
+    two = admitted(kv, prompt(41), outputs=4)
+    kv.commit_incoming(two.record, 44)
+    assert planner.retract(two) is None, "one new page is not worth it"
 
 
 # ----------------------------------------------------------------------------------------------- all together
@@ -343,10 +396,10 @@ def test_beyond_the_share_pages_are_free_and_lost_to_the_tiers() -> None:
 def test_a_prompt_comes_back_through_the_tiers_byte_for_byte() -> None:
     """Stored through the thread, evicted, and restored into the pages of the next request for it."""
     kv, answers = pool(), queue.Queue[TierEvent]()
-    store = host(32)
-    memory = np.zeros((PAGES + 1, store.page_bytes), np.uint8)
+    level = host(32)
+    memory = np.zeros((PAGES + 1, level.page_bytes), np.uint8)
     thread = TierThread(
-        Tiers([store], "through"),
+        Tiers([level], "through"),
         memory,
         answers.put,
         VirtualClock(),
@@ -354,23 +407,21 @@ def test_a_prompt_comes_back_through_the_tiers_byte_for_byte() -> None:
         on_fatal=lambda: pytest.fail("the tier thread failed"),
     )
     thread.start()
-    writer, reader = stores(), restores()
+    writer, reader = stores(kv), restores(kv)
     one = admitted(kv, prompt(41))
-    content = np.random.default_rng(1).integers(0, 256, (11, store.page_bytes), dtype=np.uint8)
+    content = np.random.default_rng(1).integers(0, 256, (11, level.page_bytes), dtype=np.uint8)
     memory[kv.pages_of(one.record, 0, 41)] = content
     kv.commit_incoming(one.record, 41)
     kv.release_kv_cache(one, prompt(41))
-    command = writer.through(prompt(41), kv.prefix)
-    assert command is not None
-    thread.post(command)
+    thread.post(store(writer, prompt(41)))
     stored = answers.get(timeout=20.0)
     assert isinstance(stored, PagesStored)
-    writer.end(stored, kv.prefix)
+    writer.end(stored)
     kv.clear_cache()
     memory[:] = 0
     cached(kv, prompt(20, seed=7))  # so that the pages are others
     two = admitted(kv, prompt(41))
-    wanted = reader.begin(two, kv, 0.0)
+    wanted = reader.begin(two, 0.0)
     assert wanted is not None
     thread.post(wanted)
     restored = answers.get(timeout=20.0)
@@ -380,15 +431,16 @@ def test_a_prompt_comes_back_through_the_tiers_byte_for_byte() -> None:
     assert np.array_equal(memory[kv.pages_of(two.record, 0, 40)], content[:10])
     kv.commit_incoming(two.record, landed.until)
     kv.cache_finished_req(two, prompt(41), kv_len_to_handle=40)
-    assert writer.through(prompt(41), kv.prefix) is not None, "other pages: stored again, which the levels notice"
+    assert store(writer, prompt(41)), "other pages: stored again, which the levels notice"
     assert thread.stop(20.0)
 
 
 def test_job_ids_are_never_used_twice() -> None:
-    kv, planner = pool(), restores()
+    kv = pool()
+    planner = restores(kv)
     jobs: set[JobId] = set()
     for seed in range(4):
-        command = planner.begin(admitted(kv, prompt(41, seed)), kv, 0.0)
+        command = planner.begin(admitted(kv, prompt(41, seed)), 0.0)
         assert command is not None
         jobs.add(command.job)
         planner.end(PagesRestored(command.job, 0))

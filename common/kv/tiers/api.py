@@ -2,7 +2,7 @@
 
 Ownership across this border, in the manner of `baton.transfer.api`:
 - From `StorePages` to its one `PagesStored` the pages are read: whoever owns them keeps them as they are (a lease on
-  the tree, or pages that left the tree and are not free yet).
+  the tree, or the record of a request that waits for it).
 - From `RestorePages` to its one `PagesRestored` the pages belong to the job, which writes them. They come back with
   that event and not before: aborting only makes it come sooner.
 
@@ -15,9 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.tiers.keys import I32, PageKey
 
 JobId = NewType("JobId", int)
+
+
+def can_be_tiered(layout: KvLayout) -> bool:
+    """Whether a page below the pool is of any use: what sliding and recurrent layers keep is good only at the end of
+    the tokens, and the page of a middle has no use without it."""
+    return layout.components == (Component.FULL,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +70,6 @@ class PagesRestored:
 
     job: JobId
     pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvictedRun:
-    """What a prefix tree gives up to be written back: `pages` hold the last `len(pages)` whole pages of `tokens`."""
-
-    tokens: I32
-    pages: I32
 
 
 TierCommand = StorePages | RestorePages | AbortRestore

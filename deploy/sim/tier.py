@@ -1,0 +1,129 @@
+"""The tiers below a simulated decode worker's pool, on virtual time: one store that all share, slow and forgetful.
+
+Pages are read and written one by one, each some time after the one before, as the tier thread does: what is in a page
+by then is what is copied. The world's oracle looks at every page that is touched. Owns the store; never decides what
+goes there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.kv.layout import KvLayout
+from baton.common.kv.tiers.api import (
+    AbortRestore,
+    JobId,
+    PagesRestored,
+    PagesStored,
+    RestorePages,
+    StorePages,
+    TierCommand,
+    can_be_tiered,
+)
+from baton.common.kv.tiers.keys import PageKey, PageKeys
+from baton.deploy.sim.settings import WorldSettings
+
+if TYPE_CHECKING:
+    from baton.deploy.sim.process import WorkerProcess
+
+Bytes = npt.NDArray[np.uint8]
+MAX_JOBS = 8
+"""Of one worker at a time; further ones are answered as not done."""
+
+
+class SharedStore:
+    """Keeps the pages written last."""
+
+    def __init__(self, capacity_pages: int) -> None:
+        self._capacity = capacity_pages
+        self._pages: OrderedDict[PageKey, Bytes] = OrderedDict()
+
+    def put(self, key: PageKey, page: Bytes) -> None:
+        self._pages[key] = page.copy()
+        self._pages.move_to_end(key)
+        if len(self._pages) > self._capacity:
+            self._pages.popitem(last=False)
+
+    def get(self, key: PageKey) -> Bytes | None:
+        return self._pages.get(key)
+
+
+def page_keys_of(settings: WorldSettings) -> PageKeys | None:
+    """None: this world has no tiers."""
+    layout: KvLayout = settings.layout
+    if not settings.tiers.named or not can_be_tiered(layout):
+        return None
+    return PageKeys.of_model({"weights": "fake"}, layout.page_size)
+
+
+class SimTier:
+    """One worker's tier thread."""
+
+    def __init__(self, process: WorkerProcess, pages: Bytes, store: SharedStore) -> None:
+        self._process = process
+        self._pages = pages
+        self._store = store
+        self._settings = process.world.settings
+        self._rng = process.world.rng
+        self._aborted: dict[JobId, bool] = {}  # of the restores under way
+        self._jobs = 0
+
+    @property
+    def quiet(self) -> bool:
+        return self._jobs == 0
+
+    def take(self, command: TierCommand) -> None:
+        match command:
+            case StorePages(job) if self._refuses():
+                self._process.deliver(PagesStored(job, 0))
+            case RestorePages(job) if self._refuses():
+                self._process.deliver(PagesRestored(job, 0))
+            case StorePages():
+                self._jobs += 1
+                self._later(lambda: self._store_from(command, 0))
+            case RestorePages(job):
+                self._jobs += 1
+                self._aborted[job] = False
+                self._later(lambda: self._restore_from(command, 0))
+            case AbortRestore(job):
+                if job in self._aborted:
+                    self._aborted[job] = True
+
+    def _refuses(self) -> bool:
+        return self._jobs >= MAX_JOBS or self._rng.random() < self._settings.tier_loss
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self._process.after(self._rng.random() * self._settings.tier_page_s, action, "tier")
+
+    def _store_from(self, command: StorePages, at: int) -> None:
+        if at < len(command.keys) and self._rng.random() >= self._settings.tier_loss:
+            page = int(command.page_ids[at])
+            self._process.assert_copied_from(page)
+            self._store.put(command.keys[at], self._pages[page])
+            self._later(lambda: self._store_from(command, at + 1))
+            return
+        self._jobs -= 1
+        self._process.world.probe("stored", (self._process, command))
+        self._process.deliver(PagesStored(command.job, at))
+
+    def _restore_from(self, command: RestorePages, at: int) -> None:
+        if at < len(command.keys) and not self._aborted[command.job]:
+            content = self._store.get(command.keys[at])
+            if content is not None and self._rng.random() >= self._settings.tier_loss:
+                page = int(command.page_ids[at])
+                self._process.assert_restorable(page)
+                self._pages[page] = content
+                self._later(lambda: self._restore_from(command, at + 1))
+                return
+            # What a damaged page leaves behind is never said to be there.
+            self._process.assert_restorable(int(command.page_ids[at]))
+            self._pages[command.page_ids[at]] = 0xEE
+        self._jobs -= 1
+        del self._aborted[command.job]
+        self._process.world.probe("restored", (self._process, command, at))
+        self._process.deliver(PagesRestored(command.job, at))
