@@ -16,6 +16,7 @@ from rich.console import Console
 
 from baton.common import env
 from baton.common.errors import BatonError, ConfigError
+from baton.common.kv.layout import Component
 from baton.common.resolve import Layer, assignments_layer, environment_layer, file_layer, nested
 
 OK, FAILED, MISUSED = 0, 1, 2
@@ -106,6 +107,9 @@ def kv(
     as_json: AsJson = False,
     worker: Annotated[str | None, typer.Option(help="With --page: the worker it belongs to.")] = None,
     page: Annotated[int | None, typer.Option(help="Who holds this page, and what became of it before.")] = None,
+    component: Annotated[
+        Component | None, typer.Option(help="With --page: of which layers. Default: the model's first.")
+    ] = None,
 ) -> None:
     """Show who owns the KV pages of every worker. Exit code 1 when a page is unaccounted for."""
     from baton.deploy import show
@@ -114,8 +118,10 @@ def kv(
     if (worker is None) != (page is None):
         raise typer.BadParameter("--worker and --page belong together")
     if worker is not None and page is not None:
-        typer.echo(show.fetch_page_owner(gateway, worker, page))
+        typer.echo(show.fetch_page_owner(gateway, worker, page, component))
         return
+    if component is not None:
+        raise typer.BadParameter("--component needs --worker and --page: without them all are shown")
     found = show.fetch_status(gateway)
     show.print_json(found.details) if as_json else show.print_census(found, Console(highlight=False))
     if not show.all_accounted(found):

@@ -252,9 +252,11 @@ class AsyncClient:
         """Workers, load, lanes, page census."""
         return msgspec.json.decode(await self._get("/status"), type=GatewayStatus)
 
-    async def page_owner(self, worker: str, page: int) -> str:
-        """Who holds one KV page of a worker, and since when; for people."""
-        return str(msgspec.json.decode(await self._get(f"/kv/{worker}/{page}"))["owner"])
+    async def page_owner(self, worker: str, page: int, component: str | None = None) -> str:
+        """Who holds one KV page (or state slot) of a worker, and since when; for people. `component`: "full", "swa" or
+        "state"; without, the first of these that the model has."""
+        query = "" if component is None else f"?component={component}"
+        return str(msgspec.json.decode(await self._get(f"/kv/{worker}/{page}{query}"))["owner"])
 
     async def open_session(self) -> str:
         """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""
@@ -421,9 +423,10 @@ class Client:
         """Workers, load, lanes, page census."""
         return self._run(self._client.status())
 
-    def page_owner(self, worker: str, page: int) -> str:
-        """Who holds one KV page of a worker, and since when; for people."""
-        return self._run(self._client.page_owner(worker, page))
+    def page_owner(self, worker: str, page: int, component: str | None = None) -> str:
+        """Who holds one KV page (or state slot) of a worker, and since when; for people. `component`: "full", "swa" or
+        "state"; without, the first of these that the model has."""
+        return self._run(self._client.page_owner(worker, page, component))
 
     def open_session(self) -> str:
         """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""

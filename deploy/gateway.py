@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from baton.common.clock import MonotonicClock
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import WorkerId
+from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.messages import Load
 from baton.common.model.cache import Progress
@@ -130,8 +131,8 @@ class RayWorkers:
     async def statuses(self) -> Mapping[str, object]:
         return await asyncio.to_thread(self._ask_all)
 
-    async def page_owner(self, worker: str, page: int) -> str:
-        return await asyncio.to_thread(self._ask_page, worker, page)
+    async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
+        return await asyncio.to_thread(self._ask_page, worker, page, component)
 
     def _ask_all(self) -> Mapping[str, object]:
         """Workers that do not answer in time are left out: status must not hang on the one process that is ill."""
@@ -145,14 +146,16 @@ class RayWorkers:
                 _log.warning("worker_without_status", worker=refs[reference], error=str(error)[:200])
         return statuses
 
-    def _ask_page(self, worker: str, page: int) -> str:
+    def _ask_page(self, worker: str, page: int, component: Component | None) -> str:
         actor = self._actors().get(WorkerId(worker))
         if actor is None:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"there is no worker {worker!r} with pages", "worker")
         try:
-            owner: str = ray.get(actor.kv_census.remote(page), timeout=STATUS_TIMEOUT_S)
+            owner: str = ray.get(actor.page_owner.remote(page, component), timeout=STATUS_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
-            raise RequestError(ErrorCode.INVALID_REQUEST, str(error.cause), "page") from error
+            if isinstance(error.cause, RequestError):
+                raise error.cause from None
+            raise RequestError(ErrorCode.NO_WORKER, f"{worker} cannot tell: {error.cause}", "worker") from error
         except ray.exceptions.RayError as error:
             raise RequestError(ErrorCode.NO_WORKER, f"{worker} does not answer", "worker") from error
         return owner

@@ -24,6 +24,7 @@ from baton.common.clock import Clock
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
@@ -40,8 +41,9 @@ class Workers(Protocol):
     async def statuses(self) -> Mapping[str, object]:
         """By worker; those that do not answer in time are left out."""
 
-    async def page_owner(self, worker: str, page: int) -> str:
-        """Who holds a page, for people. Raises RequestError."""
+    async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
+        """Who holds a page or slot, for people; of the model's first component unless one is named. Raises
+        RequestError."""
 
 
 class UnknownWorkers:
@@ -50,7 +52,7 @@ class UnknownWorkers:
     async def statuses(self) -> Mapping[str, object]:
         return {}
 
-    async def page_owner(self, worker: str, page: int) -> str:
+    async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
 
 

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
+from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
@@ -176,9 +177,9 @@ class HttpApi:
     async def status(self) -> Response:
         return _json(await self._gateway.status())
 
-    async def page_owner(self, worker: str, page: int) -> Response:
-        """Who holds one KV page of a worker, and its last transitions."""
-        return _json({"owner": await self._gateway.workers.page_owner(worker, page)})
+    async def page_owner(self, worker: str, page: int, component: Component | None = None) -> Response:
+        """Who holds one KV page or state slot of a worker, and its last transitions."""
+        return _json({"owner": await self._gateway.workers.page_owner(worker, page, component)})
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -192,7 +193,7 @@ class HttpApi:
         return _json(ErrorReply(error=detail), error.status_code)
 
     async def malformed_path(self, request: Request, error: Exception) -> Response:
-        """A page that is no number. Bodies are not FastAPI's to read here."""
+        """A page that is no number, a component that no model has. Bodies are not FastAPI's to read here."""
         assert isinstance(error, RequestValidationError)
         found = error.errors()[0]
         return _error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))

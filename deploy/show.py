@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from baton.common.kv.layout import Component
 from baton.common.units import format_bytes
 from baton.deploy.client import Answer, Client
 from baton.deploy.status import GatewayStatus, WorkerAccount
@@ -23,10 +24,10 @@ def fetch_status(url: str) -> GatewayStatus:
         return client.status()
 
 
-def fetch_page_owner(url: str, worker: str, page: int) -> str:
+def fetch_page_owner(url: str, worker: str, page: int, component: str | None) -> str:
     """Raises ClusterUnreachable, RequestError."""
     with Client(url, timeout_s=15.0) as client:
-        return client.page_owner(worker, page)
+        return client.page_owner(worker, page, component)
 
 
 def print_json(value: object) -> None:
@@ -77,12 +78,16 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
 
 
 def print_census(status: GatewayStatus, console: Console) -> None:
-    """Who owns the pages of every worker; one more line for each further component of the model's KV."""
+    """Who owns the pages of every worker; a line for each component, unless all layers attend to everything."""
     table = _table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
         account = _account(status, worker.worker)
-        rows = {worker.worker: account.census} if account.census else {}
-        rows |= {f"  {name}": one for name, one in account.components.items()}
+        censuses = _censuses(account)
+        if list(censuses) == [Component.FULL]:
+            rows = {worker.worker: account.census}
+        else:
+            rows = {f"  {name}": census for name, census in censuses.items()}
+            table.add_row(*([worker.worker] if rows else []))
         for name, census in rows.items():
             lost = unaccounted(census)
             verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
@@ -103,20 +108,20 @@ def unaccounted(census: dict[str, int]) -> int:
 
 def all_accounted(status: GatewayStatus) -> bool:
     accounts = [_account(status, worker.worker) for worker in status.workers]
-    return not any(unaccounted(census) for account in accounts for census in _censuses(account))
+    return not any(unaccounted(census) for account in accounts for census in _censuses(account).values())
 
 
 def all_idle(status: GatewayStatus) -> bool:
     """Every worker that has pages told of them, and all are free or cached."""
     accounts = [_account(status, worker.worker) for worker in status.workers if worker.role in ("prefill", "decode")]
     return bool(accounts) and all(
-        account.census and all(is_idle(census) for census in _censuses(account)) for account in accounts
+        account.census and all(is_idle(census) for census in _censuses(account).values()) for account in accounts
     )
 
 
-def _censuses(account: WorkerAccount) -> list[dict[str, int]]:
+def _censuses(account: WorkerAccount) -> dict[str, dict[str, int]]:
     """Of every component that it tells of."""
-    return [account.census, *account.components.values()] if account.census else []
+    return {account.component: account.census, **account.components} if account.census else {}
 
 
 def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> None:

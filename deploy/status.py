@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from baton.common.kv.layout import Component
 from baton.common.messages import Load
 
 
@@ -56,6 +57,7 @@ class LaneState(Struct, frozen=True, kw_only=True):
 class WorkerAccount(Struct, frozen=True, kw_only=True):
     """What is read of a worker's own account (`baton.transfer.worker.WorkerStatus`) in `details`."""
 
+    component: str = Component.FULL  # the model's first, whose `census` is
     census: dict[str, int] = {}
-    components: dict[str, dict[str, int]] = {}  # beside the model's first kind of layers
+    components: dict[str, dict[str, int]] = {}  # those of the others
     lanes: list[LaneState] = []

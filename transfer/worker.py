@@ -74,7 +74,7 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     """One worker's account of itself. `census` holds pages per owner class; they add up to `census["total"]`. It is
-    that of the model's first component, `components` has those of the others, by name."""
+    that of `component`, the model's first; `components` has those of the others, by name."""
 
     worker: str
     role: str
@@ -82,6 +82,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     pid: int
     cores: tuple[int, ...]
     load: Load
+    component: str = Component.FULL
     census: dict[str, int]
     components: dict[str, dict[str, int]] = {}
     lanes: tuple[LaneStatus, ...]
@@ -254,6 +255,7 @@ class WorkerProcess:
             pid=os.getpid(),
             cores=spec.cores,
             load=loaded.engine.load(),
+            component=census.component.value,
             census=census.by_class(),
             components={one.component.value: one.by_class() for one in census.others},
             lanes=_lane_statuses(loaded.io),
@@ -271,14 +273,12 @@ class WorkerProcess:
         taken = loaded.engine.call(lambda: InvariantChecker().check(loaded.pool, loaded.core.holdings()))
         return taken.result(CALL_TIMEOUT_S)
 
-    def page_owner(self, page: int) -> str:
-        """Who holds this page and since when, for people. Raises ValueError for a page that the pool does not have."""
+    def page_owner(self, page: int, component: Component | None) -> str:
+        """Who holds this page or slot (of the model's first component unless one is named) and since when, for people.
+        Raises RequestError for one that the pool does not have."""
         loaded = self._running
-        owner = loaded.engine.call(lambda: who_holds(loaded.pool, page, loaded.core.holdings())).result(CALL_TIMEOUT_S)
-        since = "" if owner.since_s is None else f" for {self._clock.now() - owner.since_s:.1f} s"
-        readers = f", read by {', '.join(owner.readers)}" if owner.readers else ""
-        history = "".join(f"\n  {transition}" for transition in owner.history)
-        return f"page {page}: {owner.owner} {owner.owner_id}{since}{readers}{history}"
+        asked = loaded.engine.call(lambda: who_holds(loaded.pool, page, loaded.core.holdings(), component))
+        return asked.result(CALL_TIMEOUT_S).told(self._clock.now())
 
     def drain(self, timeout_s: float) -> bool:
         """Admits nothing new; True when everything that ran has ended. Nothing runs while it loads."""
@@ -353,9 +353,12 @@ class WorkerActor(ProcessActor):
         return self._process.status()
 
     @in_group(INQUIRY)
-    def kv_census(self, page: int | None = None) -> dict[str, int] | str:
-        """Pages per owner class; or, for one page, who holds it."""
-        return self._process.census() if page is None else self._process.page_owner(page)
+    def kv_census(self) -> dict[str, int]:
+        return self._process.census()
+
+    @in_group(INQUIRY)
+    def page_owner(self, page: int, component: Component | None) -> str:
+        return self._process.page_owner(page, component)
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from baton.common.errors import ErrorCode, RequestError
 from baton.common.kv.census import Census, Holding, OwnerClass
 from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component
@@ -36,6 +37,7 @@ __all__ = ["Census", "Holding", "InvariantChecker", "InvariantViolation", "Owner
 class PageOwner:
     """Who holds a page. `since_s` and `history` are known as far back as the pool's transition log reaches."""
 
+    component: Component
     page: int  # or slot
     owner: OwnerClass | Literal["free", "cached", "nobody"]
     owner_id: str  # "" when the owner is not a record
@@ -43,14 +45,25 @@ class PageOwner:
     since_s: float | None
     history: tuple[Transition, ...]
 
+    def told(self, now_s: float) -> str:
+        """For people."""
+        owner = f"{self.owner} {self.owner_id}".rstrip()
+        since = "" if self.since_s is None else f" for {now_s - self.since_s:.1f} s"
+        readers = f", read by {', '.join(self.readers)}" if self.readers else ""
+        return f"{_named(self.component, self.page)}: {owner}{since}{readers}{_lines(self.history)}"
+
 
 def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding], component: Component | None = None) -> PageOwner:
-    """Of the pool's first component unless another is named. "nobody" is a leak. Raises ValueError for a page that the
-    pool does not have."""
+    """Of the pool's first component unless another is named. "nobody" is a leak. Raises RequestError for a component
+    or a page that the pool does not have."""
     component = component or pool.main
+    if component not in pool.layout.components:
+        have = " and ".join(pool.layout.components)
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"this model's KV has no {component}: it has {have}", "component")
     total = pool.supply.total(component)
     if not 1 <= page <= total:
-        raise ValueError(f"{component} page {page}: this pool has pages 1 to {total}")
+        message = f"there is no {_named(component, page)}: they are numbered from 1 to {total}"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message, "page")
     history = () if pool.transitions is None else pool.transitions.of_page(page, component)
     owner: OwnerClass | Literal["free", "cached", "nobody"] = "nobody"
     owner_id = ""
@@ -66,7 +79,7 @@ def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding], component: C
     if owner == "nobody" and any((pages.of(component) == page).any() for pages in pool.prefix.cached_pages()):
         owner = "cached"
     since_s = history[-1].at_s if history else None
-    return PageOwner(page, owner, owner_id, tuple(readers), since_s, history)
+    return PageOwner(component, page, owner, owner_id, tuple(readers), since_s, history)
 
 
 class InvariantChecker:
@@ -190,15 +203,19 @@ def _check_pages(pool: KvPool, held: Sequence[Holding], component: Component, ca
     if np.array_equal(counts, expected):
         return
     if len(counts) > len(expected):
-        raise InvariantViolation(f"C1: {component} page {len(counts) - 1} is in use; the pool has {total}")
+        raise InvariantViolation(f"C1: {_named(component, len(counts) - 1)} is in use; the pool has {total}")
     lines = []
     for page in np.flatnonzero(counts != expected)[:8].tolist():
         owners = ["free"] if allocator.is_free(page) else []
         owners += ["cached"] * int((cached == page).sum())
         owners += [_name(h) for h, pages in zip(held, own, strict=True) for _ in range(int((pages == page).sum()))]
         history = "" if pool.transitions is None else _lines(pool.transitions.of_page(page, component))
-        lines.append(f"{component} page {page} is owned by {' and by '.join(owners) or 'nobody'}{history}")
+        lines.append(f"{_named(component, page)} is owned by {' and by '.join(owners) or 'nobody'}{history}")
     raise InvariantViolation("C1: " + "\n".join(lines))
+
+
+def _named(component: Component, number: int) -> str:
+    return f"{component} {'slot' if component is Component.STATE else 'page'} {number}"
 
 
 def _name(holding: Holding) -> str:

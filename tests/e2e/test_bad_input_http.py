@@ -128,6 +128,7 @@ def test_unknown_paths_and_methods(served: Served) -> None:
     error_of(served.http.get("/v1/completions"), 405)
     error_of(served.http.post("/v1/embeddings", json={}), 404)
     assert error_of(served.http.get("/kv/decode-0/first"), 400)["param"] == "page"
+    assert error_of(served.http.get("/kv/decode-0/1?component=mamba"), 400)["param"] == "component"
 
 
 def test_too_many_requests_are_told_when_to_come_back() -> None:

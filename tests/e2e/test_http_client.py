@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -11,7 +11,9 @@ import pytest
 from http_loopback import Loopback, Served, saying, serving
 
 from baton.client import AsyncClient, Client, ClusterUnreachable, ErrorCode, RequestError
+from baton.common.kv.layout import Component
 from baton.common.messages import Load
+from baton.deploy.cli import FAILED, OK, run_command
 
 TEXT = "Hello wörld €😀!"
 
@@ -179,3 +181,34 @@ def test_the_async_client(served: Served) -> None:
             assert (await client.status()).model == "fake"
 
     asyncio.run(use())
+
+
+class OneWorker:
+    """Tells of decode-0, whose model has sliding layers only: 12 pages."""
+
+    async def statuses(self) -> Mapping[str, object]:
+        return {}
+
+    async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
+        if component not in (None, Component.SWA):
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"no {component}", "component")
+        if page > 12:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "1 to 12", "page")
+        return f"{worker}: {component or 'first'} page {page}: free"
+
+
+def test_who_holds_a_page_of_any_component(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as served, Client(served.url) as client:
+        served.gateway.workers = OneWorker()
+        assert client.page_owner("decode-0", 12) == "decode-0: first page 12: free"
+        assert client.page_owner("decode-0", 3, "swa") == "decode-0: swa page 3: free"
+        for page, component, field in ((13, "swa", "page"), (1, "state", "component"), (1, "mamba", "component")):
+            with pytest.raises(RequestError) as refused:
+                client.page_owner("decode-0", page, component)
+            assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, field)
+
+        look_up = ["kv", "--url", served.url, "--worker", "decode-0", "--page"]
+        assert run_command([*look_up, "3", "--component", "swa"]) == OK
+        assert capfd.readouterr().out == "decode-0: swa page 3: free\n"
+        assert run_command([*look_up, "13"]) == FAILED
+        assert "1 to 12" in capfd.readouterr().err

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from baton.common.clock import VirtualClock
+from baton.common.errors import ErrorCode, RequestError
 from baton.common.kv.census import Census, Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker, InvariantViolation, who_holds
 from baton.common.kv.layout import Component, KvLayout
@@ -161,8 +162,23 @@ def test_who_holds_a_page_and_since_when() -> None:
     free = int(pool.allocator.free_page_ids()[0])
     assert who_holds(pool, free, world.holdings()).owner == "free"
     assert who_holds(pool, int(pool.pages_of(record, 8, 9)[0]), []).owner == "nobody"
-    with pytest.raises(ValueError, match="1 to 20"):
-        who_holds(pool, 0, [])
+    text = shared.told(now_s=130.0).splitlines()
+    assert text[0].endswith(": cached for 30.0 s, read by a")
+    assert ["free -> row" in text[1], "row -> cached" in text[2], len(text)] == [True, True, 3]
+
+
+@pytest.mark.parametrize("page", [-1, 0, 21, 10**12])
+def test_a_page_that_the_pool_does_not_have_is_a_typed_refusal(page: int) -> None:
+    with pytest.raises(RequestError, match=f"no full page {page}: they are numbered from 1 to 20") as refused:
+        who_holds(World().pool, page, [])
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "page")
+
+
+@pytest.mark.parametrize("component", [Component.SWA, Component.STATE])
+def test_and_so_is_a_component_that_the_model_lacks(component: Component) -> None:
+    with pytest.raises(RequestError, match=f"no {component}: it has full") as refused:
+        who_holds(World().pool, 1, [], component)
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "component")
 
 
 def test_the_transition_log_is_bounded_and_optional() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from baton.common.clock import VirtualClock
+from baton.common.errors import RequestError
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker, InvariantViolation, who_holds
 from baton.common.kv.errors import OwnershipError
@@ -337,7 +338,7 @@ def test_the_checker_finds_what_is_wrong_with_a_window_or_a_state() -> None:
     assert "C7: request h0 would copy state 5" in message(pool, holder)
     pool, holder = broken(STATE)
     holder.record.state_slot = 0
-    assert "state page 0 is owned by request h0" in message(pool, holder)
+    assert "state slot 0 is owned by request h0" in message(pool, holder)
 
 
 def test_a_census_counts_each_component_and_any_page_has_a_holder() -> None:
@@ -350,8 +351,17 @@ def test_a_census_counts_each_component_and_any_page_has_a_holder() -> None:
     assert [one.unaccounted for one in (census, *census.others)] == [0, 0, 0]
     assert "state slots" in str(census)
     assert not census.idle
-    slot = holder.record.state_slot
-    assert who_holds(pool, slot, holdings, Component.STATE).owner is OwnerClass.OUTGOING
+    for component in Component:
+        (own, *_) = pool.parts.own_ids(holder.record, component).tolist()
+        found = who_holds(pool, own, holdings, component)
+        assert (found.component, found.owner, found.owner_id) == (component, OwnerClass.OUTGOING, "h")
+        unit = "slot" if component is Component.STATE else "page"
+        assert found.told(0.0).startswith(f"{component} {unit} {own}: outgoing h for 0.0 s")
+        total = pool.supply.total(component)
+        owners = {who_holds(pool, page, holdings, component).owner for page in range(1, total + 1)}
+        assert owners == {OwnerClass.OUTGOING, "cached", "free"}
+        with pytest.raises(RequestError, match=f"no {component} {unit} {total + 1}: .* 1 to {total}"):
+            who_holds(pool, total + 1, holdings, component)
     lease = holder.record.prefix_lock
     assert lease is not None
     checkpoint = pool.prefix.pages(lease).state_slot

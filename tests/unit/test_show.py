@@ -115,11 +115,21 @@ def test_every_component_has_a_line_and_a_verdict() -> None:
     status.details["decode-0"]["components"] = {"swa": IDLE, "state": slots}  # type: ignore[index]
     shown = shown_by(print_status, status)
     lines = {line.split()[0]: line for line in shown.splitlines() if line.split()}
+    assert lines["decode-0"].split() == ["decode-0"], "its components are below"
+    assert "1000" in lines["full"]
     assert "idle" in lines["swa"]
     assert "in use" in lines["state"]
     assert (all_idle(status), all_accounted(status)) == (False, True)
     slots["free"] = 4
     assert not all_accounted(status)
+
+
+def test_a_model_of_one_component_says_which_unless_it_is_full_attention() -> None:
+    status = status_with()
+    status.details["decode-0"]["component"] = "swa"  # type: ignore[index]
+    lines = [line.split() for line in shown_by(print_status, status).splitlines()]
+    assert ["decode-0"] in lines
+    assert [line[0] for line in lines if line[1:3] == ["1000", "92"]] == ["swa", "prefill-0"]
 
 
 @given(st.lists(st.text("ab \n", max_size=12), max_size=20))
