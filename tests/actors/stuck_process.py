@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.kv.layout import Component
 from baton.deploy.gateway import GatewayActor
 from baton.transfer.actor import HEALTH, in_group
 from baton.transfer.io import IoThread
@@ -36,6 +38,12 @@ class StuckProcess:
     def census(self) -> dict[str, int]:
         self.released.wait()
         return {}
+
+    def page_owner(self, page: int, component: Component | None) -> str:
+        self.released.wait()
+        if component is None:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"no page {page}", "page")
+        return f"{component} page {page}"
 
 
 class StuckWorker(WorkerActor):

@@ -10,7 +10,9 @@ from ray.exceptions import RayTaskError
 from stuck_process import NoSuchModel, StuckGateway, StuckWorker
 
 from baton.common.config import ClusterConfig
+from baton.common.errors import RequestError
 from baton.common.ids import WorkerId
+from baton.common.kv.layout import Component
 from baton.deploy.ray_side import create_actor
 from baton.transfer.process import ProcessSpec, recorded_pid
 
@@ -45,12 +47,26 @@ def test_questions_to_a_stuck_process_leave_its_health_alone(
         asked = [actor.status.remote() for _ in range(ASKED)]
         if shell is StuckWorker:
             asked += [actor.kv_census.remote() for _ in range(ASKED)]
+            asked += [actor.page_owner.remote(1, Component.SWA) for _ in range(ASKED)]
         assert ray.get(actor.report.remote(), timeout=ANSWER_S).member is None
         assert "starting" in ray.get(actor.progress.remote(), timeout=ANSWER_S)
         ray.get(actor.rejoin.remote("tcp://127.0.0.2:1"), timeout=ANSWER_S)
         assert ray.wait(asked, timeout=0.0)[0] == []
         ray.get(actor.let_go.remote(), timeout=ANSWER_S)
         ray.get(asked, timeout=ANSWER_S)
+    finally:
+        ray.kill(actor, no_restart=True)
+
+
+def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: None, spec: ProcessSpec) -> None:
+    actor = create_actor(StuckWorker, spec, "inquiry", "pages", num_cpus=0, max_restarts=0)
+    try:
+        ray.get(actor.let_go.remote(), timeout=ANSWER_S)
+        assert ray.get(actor.page_owner.remote(7, Component.STATE), timeout=ANSWER_S) == "state page 7"
+        with pytest.raises(RayTaskError) as told:
+            ray.get(actor.page_owner.remote(7, None), timeout=ANSWER_S)
+        assert isinstance(told.value.cause, RequestError)
+        assert (told.value.cause.message, told.value.cause.field) == ("no page 7", "page")
     finally:
         ray.kill(actor, no_restart=True)
 
