@@ -1,0 +1,235 @@
+"""Every configuration of the prefix cache on real architectures: what a prefill and a decode worker say together is
+what the model says alone, token for token, whatever becomes of the request on its way.
+
+Small random models through both engine cores (`pd_rig`). Each kind of traffic proves that it took place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from core_rig import EVERYONE
+from pd_rig import CHUNK, Case, Model, Pair, Tokens, all_cases, joined, ordinary_cases, prompt_of
+
+from baton.common.engine.core_api import Drain
+from baton.common.errors import ErrorCode
+from baton.common.kv.layout import Component
+
+ORDINARY = ordinary_cases()
+CASES = [pytest.param(case, id=str(case)) for case in ORDINARY] + [
+    pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in all_cases() if case not in ORDINARY
+]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    made: dict[str, Model] = {}
+
+    def make(family: str) -> Model:
+        if family not in made:
+            made[family] = Model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_two_workers_say_is_what_the_model_says(case: Case, model_of: Callable[[str], Model]) -> None:
+    pair = Pair(case, model_of(case.family))
+    prefixes(pair)
+    conversation(pair)
+    retraction(pair)
+    requests_that_are_given_up(pair)
+    a_lost_hand_off(pair)
+    nobody_to_prefill(pair)
+    pair.rig.run(pair.decode.handle(Drain()))  # ends the conversations
+    pair.assert_clean()
+
+
+def prefixes(pair: Pair) -> None:
+    """A prompt that comes in chunks; then its prefix is found where it was decoded, and where it was prefilled."""
+    known = prompt_of(64, 1)
+    found = len(known) if pair.case.shares else 0
+    steps = len(pair.rig.prefill.batches)
+    first = pair.answer("first", known)
+    assert (first.cached_tokens, first.transferred_tokens) == (0, len(known))
+    chunks = pair.rig.prefill.batches[steps:]
+    assert len(chunks) >= len(known) // CHUNK
+    assert max(chunk.num_tokens for chunk in chunks) <= CHUNK
+    here = pair.answer("here", joined(known, prompt_of(9, 2)))
+    assert here.cached_tokens == found
+    pair.decode.pool.clear_cache()
+    there = pair.answer("there", joined(known, prompt_of(9, 3)))
+    assert (there.cached_tokens, there.prefill_cached_tokens) == (0, found)
+    pair.answer("shortest", prompt_of(1, 4))
+
+
+def conversation(pair: Pair) -> None:
+    """Four turns, of which the KV of each token is sent at most once; then one that goes back in the conversation, one
+    that is stopped in the middle of its answer, and one after that."""
+    text = prompt_of(21, 10)
+    names: list[str] = []
+    known = 0
+    for turn in range(4):
+        names.append(f"turn-{turn}")
+        timeline = pair.answer(names[-1], text, 6, session=("talk", turn))
+        assert timeline.cached_tokens == known
+        known = len(text) + 6 - 1  # the newest token has no KV yet
+        text = joined(text, pair.said(names[-1]), prompt_of(21, 11 + turn))
+    spans = pair.spans_sent(*names)
+    for component in pair.case.layout.paged:
+        assert all(before[1] <= after[0] for before, after in zip(spans[component], spans[component][1:], strict=False))
+    assert len(spans[Component.STATE]) == (len(names) if pair.case.layout.state else 0)
+
+    edited = joined(text[:30], prompt_of(12, 16))
+    pair.answer("edited", edited, 6, session=("talk", 4))
+    text = joined(edited, pair.said("edited"), prompt_of(9, 17))
+    stop_while_decoding(pair, "stopped", text, session=("talk", 5))
+    pair.answer("after-stopped", joined(text, prompt_of(5, 18)), 6, session=("talk", 6))
+
+
+def stop_while_decoding(pair: Pair, name: str, text: Tokens, session: tuple[str, int] = ("", 0)) -> None:
+    """Given up while a step that computes its next token is under way."""
+    pair.ask(name, text, 20, session)
+    while len(pair.said(name)) < 4:
+        for engine in (pair.rig.prefill, pair.decode):
+            pair.rig.run(engine.step() or [])
+    assert pair.decode.launch()
+    pair.rig.cancel(name)
+    pair.rig.run(pair.decode.collect())
+    pair.rig.settle()
+    pair.check_begun(name)
+
+
+def retraction(pair: Pair) -> None:
+    """More answers at once than the decode worker has pages for, half of them of conversations."""
+    before = pair.decode.core.retractions
+    names = [f"long-{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        pair.ask(name, prompt_of(14 + number, 30 + number), 28, session=(name if number % 2 else "", 0))
+    pair.rig.settle()
+    retracted = sum(pair.check(name).retractions for name in names)
+    assert pair.decode.core.retractions - before == retracted
+    # A state never grows: who has begun can go on.
+    assert (retracted > 0) == bool(pair.case.layout.paged)
+    came_back = len(pair.hand_offs(*names)) - len(names)  # without what the decode worker found in its own cache
+    assert (came_back > 0) == (retracted > 0)
+    for name in names[1::2]:  # also when its conversation had to make room
+        text = joined(pair.prompts[name], pair.said(name), prompt_of(7, 38))
+        pair.answer(f"{name}-goes-on", text, session=(name, 1))
+
+
+def requests_that_are_given_up(pair: Pair) -> None:
+    """One while its prompt is being computed and sent, one while it is decoded, and others beside them."""
+    prompt = prompt_of(50, 50)
+    pair.ask("in-transfer", prompt)
+    pair.ask("beside-1", prompt_of(24, 51), 12)
+    for _ in range(2):
+        pair.rig.run(pair.rig.prefill.step() or [])
+    assert pair.rig.prefill.batches[-1].kv_lens[0] == 2 * CHUNK
+    pair.rig.cancel("in-transfer")
+    failure = pair.final("in-transfer").failure
+    assert failure is not None
+    assert failure.code is ErrorCode.CANCELLED
+    assert not pair.said("in-transfer")
+    pair.ask("beside-2", prompt_of(24, 52), 12)
+    stop_while_decoding(pair, "decoding", prompt_of(20, 53))
+    for name in ("beside-1", "beside-2"):
+        pair.check(name)
+    timeline = pair.answer("once-more", prompt)
+    found = timeline.cached_tokens + timeline.prefill_cached_tokens
+    assert found == (2 * CHUNK if pair.case.shares else 0)
+
+
+def a_lost_hand_off(pair: Pair) -> None:
+    """What landed is used where it is of use; the rest is computed by the decode worker."""
+    pair.ask("lost", prompt_of(45, 60))
+    for _ in range(2):
+        pair.rig.run(pair.rig.prefill.step() or [])
+    (key,) = pair.rig.handoffs
+    pair.rig.fail(key)
+    pair.rig.settle()
+    timeline = pair.check("lost")
+    landed = 2 * CHUNK if pair.decode.pool.lands_in_part else 0
+    assert (timeline.transferred_tokens, timeline.local_tokens) == (landed, 45 - landed)
+
+
+def nobody_to_prefill(pair: Pair) -> None:
+    """The decode worker computes prompts itself, in chunks, and finds them again."""
+    pair.rig.view(*EVERYONE[:2])
+    prompt = prompt_of(48, 70)
+    assert pair.answer("alone", prompt).local_tokens == len(prompt)
+    timeline = pair.answer("alone-again", joined(prompt, prompt_of(5, 71)))
+    assert timeline.cached_tokens == (len(prompt) if pair.case.shares else 0)
+    pair.rig.view(*EVERYONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ORDINARY])
+def test_storm(case: Case, seed: int, model_of: Callable[[str], Model]) -> None:
+    """All of it at once, in any order: steps that are under way while requests come and go, workers too."""
+    pair = Pair(case, model_of(case.family))
+    storm = Storm(pair, Random(f"{case} {seed}"))
+    for number in range(16):
+        storm.arrive(number)
+        storm.step(storm.rng.randrange(12))
+        storm.strike(number)
+    for engine in (pair.rig.prefill, pair.decode):
+        if engine.launched is not None:
+            pair.rig.run(engine.collect())
+    pair.rig.settle()
+    for name in pair.prompts:
+        if name in storm.cancelled:
+            pair.check_begun(name)
+        else:
+            pair.check(name)
+    pair.rig.run(pair.decode.handle(Drain()))  # ends the conversations
+    pair.assert_clean()
+
+
+class Storm:
+    """What happens is random. What is asked is not, as far as it can be: then a model's answers are known already."""
+
+    def __init__(self, pair: Pair, rng: Random) -> None:
+        self.pair, self.rng = pair, rng
+        self.cancelled: set[str] = set()
+        self.talks: dict[str, list[str]] = {"x": [], "y": []}
+
+    def arrive(self, number: int) -> None:
+        fixed = Random(number)
+        name, max_tokens = f"r{number}", fixed.randint(1, 25)
+        shared = prompt_of(60, 90 + fixed.randrange(2))[: fixed.randint(1, 50)]
+        prompt = joined(shared, prompt_of(fixed.randint(0, 12), 100 + number))
+        talk = fixed.choice(["", "x", "y"])
+        turns = self.talks.get(talk, [])
+        before = turns[-1] if turns else None
+        if before is not None and before in self.pair.rig.gateway.finals and fixed.random() < 0.8:
+            prompt = joined(self.pair.prompts[before], self.pair.said(before), prompt[-8:])
+        if talk:
+            self.talks[talk].append(name)
+        if len(prompt) + max_tokens <= 100:
+            self.pair.ask(name, prompt, max_tokens, session=(talk, 0))
+
+    def step(self, count: int) -> None:
+        rig = self.pair.rig
+        for _ in range(count):
+            engine = self.rng.choice([rig.prefill, rig.decode])
+            if engine.launched is not None:
+                rig.run(engine.collect())
+            else:
+                engine.launch()
+
+    def strike(self, number: int) -> None:
+        rig, chance, name = self.pair.rig, self.rng.random(), f"r{number}"
+        if chance < 0.2 and name in self.pair.prompts and name not in rig.gateway.finals:
+            self.cancelled.add(name)
+            rig.cancel(name)
+        elif chance < 0.4 and rig.handoffs:
+            rig.fail(self.rng.choice(list(rig.handoffs)))
+        elif chance < 0.5:
+            self.rng.choice([rig.prefill, rig.decode]).pool.clear_cache()
+        elif chance < 0.6:
+            rig.view(*(EVERYONE[:2] if self.rng.random() < 0.5 else EVERYONE))
