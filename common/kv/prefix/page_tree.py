@@ -115,7 +115,7 @@ class PageTree:
         if node.state:
             duplicate.state.append(slot)
             return
-        node.state = slot
+        node.state, node.state_use = slot, 0
         self.state.evictable += 1
         taken.state.append(slot)
 

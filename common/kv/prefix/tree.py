@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.common.kv.errors import OwnershipError
+from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.audit import audit
 from baton.common.kv.prefix.interface import (
@@ -52,20 +52,23 @@ from baton.common.kv.prefix.node import (
     slots,
     window_is_live,
 )
+from baton.common.kv.prefix.offers import assert_adds_up, check_given
 from baton.common.kv.prefix.page_tree import PageTree
 from baton.common.units import page_floor, whole_pages
 
 
 class _TreeLease(PrefixLease):
-    __slots__ = ("node",)
+    __slots__ = ("node", "tree")
 
-    def __init__(self, node: Node, length: int) -> None:
+    def __init__(self, tree: PageTree, node: Node, length: int) -> None:
         super().__init__(length)
+        self.tree = tree
         self.node = node
 
 
 @dataclass(frozen=True, slots=True)
 class _TreeMatch(PrefixMatch):
+    tree: PageTree
     node: Node  # holds the last page of the match, which may end inside it
     end: int  # pages
 
@@ -96,10 +99,11 @@ class UnifiedRadixCache:
         end = self._usable_end(path, known)
         while path and path[-1].start >= end:
             path.pop()
-        return _TreeMatch(length=end * self._page_size, node=path[-1] if path else self._tree.root, end=end)
+        return _TreeMatch(end * self._page_size, self._tree, path[-1] if path else self._tree.root, end)
 
     def evictable_in(self, match: PrefixMatch) -> GroupCounts:
         assert isinstance(match, _TreeMatch)
+        assert match.tree is self._tree, "a match of another cache"
         full = swa = 0
         first = first_live(self._layout, match.end)
         last = match.node
@@ -124,7 +128,7 @@ class UnifiedRadixCache:
         return [
             (
                 np.frombuffer(b"".join([above.key for above in path_up(leaf)][::-1]), dtype=np.int32),
-                _TreeMatch(length=leaf.end * self._page_size, node=leaf, end=leaf.end),
+                _TreeMatch(leaf.end * self._page_size, self._tree, leaf, leaf.end),
             )
             for leaf in self._tree.coldest(count)
         ]
@@ -139,7 +143,11 @@ class UnifiedRadixCache:
         return evictable.joined(), locked.joined()
 
     def check(self, leases: Iterable[PrefixLease]) -> None:
-        held = [(lease, self._node_of(lease)) for lease in leases]
+        held = []
+        for lease in leases:
+            if not isinstance(lease, _TreeLease) or lease.tree is not self._tree:
+                raise InvariantViolation(f"a lease over {lease.length} tokens points to no node of this cache")
+            held.append((lease, lease.node))
         queued = {component: ledger.queued() for component, ledger in self._tree.ledgers.items()}
         audit(self._layout, list(self._tree.walk()), held, self.stats(), queued)
 
@@ -158,6 +166,7 @@ class UnifiedRadixCache:
 
     def lock(self, match: PrefixMatch) -> PrefixLease | None:
         assert isinstance(match, _TreeMatch)
+        assert match.tree is self._tree, "a match of another cache"
         node, end = match.node, match.end
         if end == 0 or node.parent is None or node.end < end:
             return None  # nothing to lock, or it was evicted since, or its tail was; asking again is the caller's to do
@@ -174,7 +183,7 @@ class UnifiedRadixCache:
             self._tree.add_lock(above)
         self._tree.hold_end(node)
         self._leases += 1
-        return _TreeLease(node, match.length)
+        return _TreeLease(self._tree, node, match.length)
 
     def unlock(self, lease: PrefixLease, *, used: bool = True) -> None:
         node = self._node_of(lease)
@@ -191,7 +200,7 @@ class UnifiedRadixCache:
         tree, page_bytes = self._tree, self._tree.page_bytes
         old = tree.root if lease is None else self._node_of(lease)
         first, whole = old.end, whole_pages(len(tokens), self._page_size)
-        self._check_given(given, whole - first)
+        check_given(self._layout, given, whole - first)
         data = tokens[first * self._page_size : whole * self._page_size].tobytes()
         path, known = descend(old, data, page_bytes)
         slot = given.state_slot if whole * self._page_size == len(tokens) else 0
@@ -213,7 +222,7 @@ class UnifiedRadixCache:
             tail=GroupPages(given.full[rest], live_ids(given.swa[rest]), NO_IDS if keeps_state else given.state),
             pages=self._pages_between(old, new),
         )
-        _assert_adds_up(given, kept)
+        assert_adds_up(given, kept)
         return kept
 
     def evict(self, component: Component, count: int) -> GroupPages:
@@ -261,16 +270,6 @@ class UnifiedRadixCache:
             live[start:end] |= node.swa[: end - start] != 0
         return longest_usable(layout, live, first, ends)
 
-    def _check_given(self, given: GroupPages, count: int) -> None:
-        layout = self._layout
-        full, swa, states = len(given.full), len(given.swa), len(given.state)
-        unknown = (full and not layout.full) or (swa and not layout.window) or states > int(layout.state)
-        short = count < 0 or (layout.full and full < count) or (layout.window and swa < count)
-        if unknown or short:
-            raise OwnershipError(f"{given.counts} offered for {count} whole pages of {layout}")
-        if not given.full.all() or (states and not given.state_slot):
-            raise OwnershipError(f"the null page is offered: {given.full.tolist()}, state {given.state.tolist()}")
-
     def _advance(self, lease: PrefixLease | None, old: Node, new: Node) -> PrefixLease | None:
         """The lease that replaces `lease`, from `old` to `new`; every node between the two has its lock already."""
         if new is self._tree.root:
@@ -284,10 +283,10 @@ class UnifiedRadixCache:
             self._tree.release_end(old, used=True)
             lease.end()
         self._tree.passed(new, first)
-        return _TreeLease(new, new.end * self._page_size)
+        return _TreeLease(self._tree, new, new.end * self._page_size)
 
     def _node_of(self, lease: PrefixLease) -> Node:
-        if not isinstance(lease, _TreeLease) or not lease.live:
+        if not isinstance(lease, _TreeLease) or not lease.live or lease.tree is not self._tree:
             raise OwnershipError(f"a lease over {lease.length} tokens is used after its end, or in another cache")
         return lease.node
 
@@ -304,11 +303,3 @@ class UnifiedRadixCache:
                 swa[part.start - above.end : part.end - above.end] = part.swa
         full.reverse()
         return GroupPages(joined(full), swa, slots([node.state] if node.state else []))
-
-
-def _assert_adds_up(given: GroupPages, kept: Inserted) -> None:
-    """Every id that was given is taken, a duplicate or tail."""
-    taken, duplicate, tail = kept.taken, kept.duplicate, kept.tail
-    assert len(taken.full) + len(duplicate.full) + len(tail.full) == len(given.full), (given, kept)
-    assert len(taken.swa) + len(duplicate.swa) + len(tail.swa) == np.count_nonzero(given.swa), (given, kept)
-    assert len(taken.state) + len(duplicate.state) + len(tail.state) == len(given.state), (given, kept)
