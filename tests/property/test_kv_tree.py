@@ -1,8 +1,10 @@
-"""UnifiedRadixCache against a dict: every aligned prefix -> what is cached of its last page of tokens, per component.
+"""The prefix tree against a dict: every aligned prefix -> what is cached of its last page of tokens, per component.
 
-The dict is the specification. A match is the longest prefix from which every component can go on; an insertion keeps
-what is not known yet, up to the longest such prefix; an eviction takes what was used longest ago and never what a lease
-protects. All combinations of components, page sizes 1, 4 and 16, windows that are and are not whole pages.
+Both implementations at once (`prefix_rig.TwinCache`): each is held against the dict, and against the other in all that
+the dict leaves open, the order of eviction first of all. The dict is the specification. A match is the longest prefix
+from which every component can go on; an insertion keeps what is not known yet, up to the longest such prefix; an
+eviction takes what was used longest ago and never what a lease protects. All combinations of components, page sizes 1,
+4 and 16, windows that are and are not whole pages.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prefix_rig import twin
 
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.interface import I32, GroupCounts, GroupPages, PrefixLease, PrefixMatch
-from baton.common.kv.prefix.tree import UnifiedRadixCache
 
 Prefix = tuple[int, ...]
 
@@ -63,7 +65,7 @@ class TreeMachine(RuleBasedStateMachine):
             window=max(2, sizes[window]) if Component.SWA in self.components else 0,
             state=Component.STATE in self.components,
         )
-        self.cache = UnifiedRadixCache(self.layout)
+        self.cache = twin(self.layout)
         self.cells: dict[Prefix, Cell] = {}
         self.held: list[Held] = []
         self.remembered: list[Remembered] = []
@@ -175,15 +177,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.held.append(Held(memory.prefix, lease))
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        self.do_unlock(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+    @rule(data=st.data(), used=st.booleans())
+    def unlock(self, data: st.DataObject, used: bool) -> None:
+        self.do_unlock(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))), used)
 
-    def do_unlock(self, held: Held) -> None:
-        self.cache.unlock(held.lease)
-        self.uses += 1
+    def do_unlock(self, held: Held, used: bool = True) -> None:
+        self.cache.unlock(held.lease, used=used)
+        self.uses += used
         for component, parts in self.needs(held.prefix).items():
-            for part in parts:
+            for part in parts if used else []:
                 self.cells[part].used[component] = self.uses
         with pytest.raises(OwnershipError):
             self.cache.unlock(held.lease)
@@ -280,12 +282,48 @@ class TreeMachine(RuleBasedStateMachine):
                     known = before.get(prefix, {}).get(component, 0)
                     (duplicate if known else taken)[component].append(one)
                     if not known:
-                        self.cells.setdefault(prefix, Cell()).held[component] = one
+                        cell = self.cells.setdefault(prefix, Cell())
+                        cell.held[component], cell.used[component] = one, 0
         for n in range(len(start) + 1, len(end) + 1):
             self.cells.setdefault(end[:n], Cell())
         used = {component: {*taken[component], *duplicate[component], 0} for component in Component}
         tail = {component: [one for one in given[component] if one not in used[component]] for component in Component}
         return end, taken, duplicate, tail
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), times=st.sampled_from([2, 20, 100]))
+    def copy(self, data: st.DataObject, times: int) -> None:
+        """What is only copied from keeps its turn, however often; the queues are tidied up on the way."""
+        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.do_unlock(held, used=False)
+        match = self.cache.match_prefix(self.tokens(held.prefix, 0))
+        for _ in range(times):
+            lease = self.cache.lock(match)
+            assert lease is not None
+            self.cache.unlock(lease, used=False)
+
+    @precondition(lambda self: self.components == (Component.FULL,))
+    @rule(count=st.integers(1, 9))
+    def foretell(self, count: int) -> None:
+        foretold, before = self.cache.coldest(count), self.cache.stats()
+        prefixes = [tuple(tokens[self.page_size - 1 :: self.page_size].tolist()) for tokens, _ in foretold]
+        assert [match.length for _, match in foretold] == [len(prefix) * self.page_size for prefix in prefixes]
+        kept = {prefix for prefix in self.cells if self.at(prefix, Component.FULL)}
+        leaves = self.unlocked(Component.FULL) - {prefix[:-1] for prefix in kept}
+        assert set(prefixes) <= leaves
+        uses = [self.cells[prefix].used[Component.FULL] for prefix in prefixes]
+        later = [self.cells[prefix].used[Component.FULL] for prefix in leaves - set(prefixes)]
+        assert sorted(uses) == uses
+        assert not uses or not later or uses[-1] <= min(later)
+        assert bool(prefixes) == bool(leaves)
+        again = self.cache.coldest(count)
+        assert [tokens.tolist() for tokens, _ in again] == [tokens.tolist() for tokens, _ in foretold]
+        assert self.cache.stats().evictable == before.evictable
+        if prefixes:
+            self.remembered.append(Remembered(prefixes[0], foretold[0][1]))
+            gone = self.cache.evict(Component.FULL, 1)
+            assert self.owners(Component.FULL, gone.full.tolist()) == {prefixes[0]}
+            self.forget(Component.FULL, gone)
 
     @precondition(lambda self: any(self.cache.evictable))
     @rule(data=st.data(), count=st.integers(1, 9))

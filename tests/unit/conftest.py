@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from prefix_rig import IMPLEMENTATIONS, Trees
 
 if TYPE_CHECKING:
     from baton.common.engine.kernels import Kernels
@@ -19,3 +20,9 @@ def kernels() -> Kernels:
         return load_kernels()
     except KernelBuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def trees(request: pytest.FixtureRequest) -> Trees:
+    """Of each implementation; what is compiled where there is a compiler."""
+    return Trees(IMPLEMENTATIONS[request.param])

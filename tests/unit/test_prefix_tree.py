@@ -1,64 +1,34 @@
-"""The prefix tree, case by case: what locks, splits, tombstones and checkpoints do, and what it all costs.
-The property test (`tests/property/test_kv_tree.py`) has the rest.
+"""The prefix tree in both implementations, case by case: what locks, splits, tombstones and checkpoints do.
+`test_prefix_costs.py` has what it all costs, the property test (`tests/property/test_kv_tree.py`) the rest.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
-
 import numpy as np
 import pytest
+from prefix_rig import Trees, given, held, ints
 
 from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.chunk import ChunkCache
-from baton.common.kv.prefix.interface import I32, GroupCounts, GroupPages, PrefixLease
-from baton.common.kv.prefix.tree import UnifiedRadixCache
+from baton.common.kv.prefix.interface import I32, GroupCounts, GroupPages, PrefixCache, PrefixLease
 
 FULL, SWA, STATE = Component.FULL, Component.SWA, Component.STATE
 
 
-def ints(*values: int) -> I32:
-    return np.array(values, dtype=np.int32)
-
-
-def given(full: Sequence[int] = (), swa: Sequence[int] = (), state: int = 0) -> GroupPages:
-    return GroupPages(ints(*full), ints(*swa), ints(*([state] if state else [])))
-
-
-def full_cache(page_size: int = 1) -> UnifiedRadixCache:
-    return UnifiedRadixCache(KvLayout(page_size))
-
-
-def sliding_cache() -> UnifiedRadixCache:
-    """A window of 3 tokens: whoever stands at length L needs the pages of L - 2 and L - 1."""
-    return UnifiedRadixCache(KvLayout(1, window=3))
-
-
-def recurrent_cache(page_size: int = 1) -> UnifiedRadixCache:
-    return UnifiedRadixCache(KvLayout(page_size, state=True))
-
-
-def held(lease: PrefixLease | None) -> PrefixLease:
-    assert lease is not None
-    return lease
-
-
-def cached(cache: UnifiedRadixCache, tokens: I32, pages: GroupPages) -> None:
+def cached(cache: PrefixCache, tokens: I32, pages: GroupPages) -> None:
     cache.unlock(held(cache.insert(None, tokens, pages).lease))
 
 
-def match_len(cache: UnifiedRadixCache, *tokens: int) -> int:
+def match_len(cache: PrefixCache, *tokens: int) -> int:
     return cache.match_prefix(ints(*tokens)).length
 
 
 # ------------------------------------------------------------------------------------------ full attention
 
 
-def test_a_split_keeps_the_locks_of_both_halves() -> None:
-    cache = full_cache()
+def test_a_split_keeps_the_locks_of_both_halves(trees: Trees) -> None:
+    cache = trees.full()
     long = held(cache.insert(None, ints(1, 2, 3, 4), given([11, 12, 13, 14])).lease)
     short = held(cache.lock(cache.match_prefix(ints(1, 2, 9))))
     assert cache.pages(long).full.tolist() == [11, 12, 13, 14]
@@ -69,8 +39,8 @@ def test_a_split_keeps_the_locks_of_both_halves() -> None:
     assert cache.pages(short).full.tolist() == [11, 12]
 
 
-def test_what_goes_next_is_foretold_and_left_alone() -> None:
-    cache = full_cache()
+def test_what_goes_next_is_foretold_and_left_alone(trees: Trees) -> None:
+    cache = trees.full()
     cached(cache, ints(1, 2, 3), given([11, 12, 13]))
     cached(cache, ints(1, 4), given([11, 14]))
     cached(cache, ints(7), given([17]))
@@ -83,8 +53,8 @@ def test_what_goes_next_is_foretold_and_left_alone() -> None:
     assert [tokens.tolist() for tokens, _ in cache.coldest(1)] == [[1]]  # a leaf by now
 
 
-def test_a_lease_that_only_copied_leaves_the_order_of_eviction() -> None:
-    cache = full_cache()
+def test_a_lease_that_only_copied_leaves_the_order_of_eviction(trees: Trees) -> None:
+    cache = trees.full()
     cached(cache, ints(1, 2), given([11, 12]))
     cached(cache, ints(7), given([17]))
     ((_, match),) = cache.coldest(1)
@@ -96,8 +66,8 @@ def test_a_lease_that_only_copied_leaves_the_order_of_eviction() -> None:
     assert cache.evict(FULL, 2).full.tolist() == [11, 12]
 
 
-def test_what_was_never_used_goes_in_the_order_in_which_it_came() -> None:
-    cache = full_cache()
+def test_what_was_never_used_goes_in_the_order_in_which_it_came(trees: Trees) -> None:
+    cache = trees.full()
     for n in (1, 2, 3):
         cache.unlock(held(cache.insert(None, ints(n), given([10 + n])).lease), used=False)
     for _ in range(2):  # foretelling leaves the order as it is
@@ -107,11 +77,18 @@ def test_what_was_never_used_goes_in_the_order_in_which_it_came() -> None:
     assert cache.evict(FULL, 9).full.tolist() == [11, 12, 13]
 
 
-def test_a_lease_is_of_one_cache() -> None:
-    ours, other = full_cache(), full_cache()
+def test_a_lease_is_of_one_cache(trees: Trees) -> None:
+    ours, other = trees.full(), trees.full()
     lease = held(ours.insert(None, ints(1), given([5])).lease)
+    match = ours.match_prefix(ints(1))
     with pytest.raises(OwnershipError):
         ours.pages(PrefixLease(1))
+    for use in (other.pages, other.unlock, lambda lease: other.insert(lease, ints(1, 2), given([6]))):
+        with pytest.raises(OwnershipError):
+            use(lease)
+    for look in (other.lock, other.evictable_in):
+        with pytest.raises(AssertionError):
+            look(match)
     with pytest.raises(InvariantViolation):
         other.check([lease])
     with pytest.raises(InvariantViolation):
@@ -120,6 +97,34 @@ def test_a_lease_is_of_one_cache() -> None:
         ChunkCache().unlock(lease)
     with pytest.raises(InvariantViolation):
         ChunkCache().check([lease])
+    ours.check([lease])
+
+
+def test_a_lease_that_is_over_is_refused(trees: Trees) -> None:
+    cache = trees.full()
+    lease = held(cache.insert(None, ints(1, 2), given([5, 6])).lease)
+    cache.unlock(lease)
+    for use in (cache.pages, cache.unlock, lambda lease: cache.insert(lease, ints(1, 2, 3), given([7]))):
+        with pytest.raises(OwnershipError):
+            use(lease)
+    with pytest.raises(InvariantViolation):
+        cache.check([lease])
+    cache.check([])
+
+
+def test_a_match_is_not_mistaken_for_what_came_to_its_place(trees: Trees) -> None:
+    """All nodes that a match may have pointed to are gone, and as many new ones are there."""
+    cache = trees.full()
+    cached(cache, ints(1, 2), given([11, 12]))
+    cached(cache, ints(1, 3), given([21, 13]))
+    matches = [cache.match_prefix(ints(*tokens)) for tokens in ((1,), (1, 2), (1, 3))]
+    assert [match.length for match in matches] == [1, 2, 2]
+    cache.clear()
+    cached(cache, ints(4, 5), given([14, 15]))
+    cached(cache, ints(4, 6), given([24, 16]))
+    assert [cache.lock(match) for match in matches] == [None, None, None]
+    assert [cache.evictable_in(match) for match in matches] == [GroupCounts()] * 3
+    cache.check([])
 
 
 @pytest.mark.parametrize(
@@ -135,16 +140,16 @@ def test_a_lease_is_of_one_cache() -> None:
         (KvLayout(2, state=True), GroupPages(full=ints(5, 6), state=ints(0))),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(layout: KvLayout, pages: GroupPages) -> None:
-    cache = UnifiedRadixCache(layout)
+def test_what_cannot_be_is_refused_and_changes_nothing(trees: Trees, layout: KvLayout, pages: GroupPages) -> None:
+    cache = trees.of(layout)
     with pytest.raises(OwnershipError):
         cache.insert(None, ints(1, 2, 3, 4), pages)
     assert cache.stats().nodes == 0
 
 
-def test_stale_queue_entries_do_not_pile_up() -> None:
+def test_stale_queue_entries_do_not_pile_up(trees: Trees) -> None:
     """A prefix that is locked and unlocked for ever must not make the eviction queues grow for ever."""
-    cache = UnifiedRadixCache(KvLayout(1, window=2, state=True))
+    cache = trees.of(KvLayout(1, window=2, state=True))
     cached(cache, ints(1, 2), given([5, 6], [7, 8], 9))
     for _ in range(1000):
         cache.unlock(held(cache.lock(cache.match_prefix(ints(1, 2)))))
@@ -163,8 +168,8 @@ def test_a_chunk_cache_gives_everything_back_as_tail() -> None:
 # ------------------------------------------------------------------------------------------ sliding windows
 
 
-def test_sliding_pages_become_tombstones_and_the_full_pages_stay() -> None:
-    cache = sliding_cache()
+def test_sliding_pages_become_tombstones_and_the_full_pages_stay(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(11, 17), range(21, 27)))
     assert cache.evict(SWA, 4).swa.tolist() == [21, 22, 23, 24]
     assert cache.evictable == GroupCounts(full=6, swa=2)
@@ -177,8 +182,8 @@ def test_sliding_pages_become_tombstones_and_the_full_pages_stay() -> None:
     assert cache.stats().nodes == 0
 
 
-def test_a_live_page_that_is_given_revives_a_tombstone() -> None:
-    cache = sliding_cache()
+def test_a_live_page_that_is_given_revives_a_tombstone(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(1, 2, 3, 4), given(range(11, 15), range(21, 25)))
     cache.evict(SWA, 3)
     kept = cache.insert(None, ints(1, 2, 3, 4), given(range(31, 35), [0, 0, 43, 44]))
@@ -191,8 +196,8 @@ def test_a_live_page_that_is_given_revives_a_tombstone() -> None:
     cache.check([held(kept.lease)])
 
 
-def test_a_lease_locks_the_window_at_its_end_and_no_more() -> None:
-    cache = sliding_cache()
+def test_a_lease_locks_the_window_at_its_end_and_no_more(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(11, 17), range(21, 27)))
     match = cache.match_prefix(ints(1, 2, 3, 4, 9))
     assert cache.evictable_in(match) == GroupCounts(full=4, swa=2)
@@ -207,8 +212,8 @@ def test_a_lease_locks_the_window_at_its_end_and_no_more() -> None:
     assert sorted(cache.evict(SWA, 99).swa.tolist()) == [23, 24]
 
 
-def test_a_lease_that_moves_on_lets_the_old_window_go() -> None:
-    cache = sliding_cache()
+def test_a_lease_that_moves_on_lets_the_old_window_go(trees: Trees) -> None:
+    cache = trees.sliding()
     first = held(cache.insert(None, ints(1, 2, 3), given([11, 12, 13], [21, 22, 23])).lease)
     kept = cache.insert(first, ints(1, 2, 3, 4, 5, 6), given([14, 15, 16], [24, 25, 26]))
     assert not first.live
@@ -218,9 +223,9 @@ def test_a_lease_that_moves_on_lets_the_old_window_go() -> None:
     assert sorted(cache.evict(SWA, 99).swa.tolist()) == [21, 22, 23, 24]
 
 
-def test_what_could_not_be_matched_is_not_taken() -> None:
+def test_what_could_not_be_matched_is_not_taken(trees: Trees) -> None:
     """The request's own window has moved past what its last whole page needs."""
-    cache = UnifiedRadixCache(KvLayout(4, window=6))
+    cache = trees.of(KvLayout(4, window=6))
     tokens = np.arange(18, dtype=np.int32)
     kept = cache.insert(None, tokens, given([11, 12, 13, 14, 15], [0, 0, 0, 24, 25]))  # 16 needs [8, 16)
     assert kept.lease is None
@@ -232,8 +237,8 @@ def test_what_could_not_be_matched_is_not_taken() -> None:
     assert kept.tail.counts == GroupCounts(full=1, swa=1)
 
 
-def test_a_match_whose_window_was_evicted_since_is_refused() -> None:
-    cache = sliding_cache()
+def test_a_match_whose_window_was_evicted_since_is_refused(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(1, 2, 3, 4), given(range(11, 15), range(21, 25)))
     match = cache.match_prefix(ints(1, 2, 3, 4))
     cache.evict(SWA, 3)
@@ -241,8 +246,8 @@ def test_a_match_whose_window_was_evicted_since_is_refused() -> None:
     cache.check([])
 
 
-def test_the_window_used_last_goes_last() -> None:
-    cache = sliding_cache()
+def test_the_window_used_last_goes_last(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(1, 2, 3), given([11, 12, 13], [21, 22, 23]))
     cached(cache, ints(5, 6, 7), given([14, 15, 16], [24, 25, 26]))
     cache.unlock(held(cache.lock(cache.match_prefix(ints(1, 2, 3)))))
@@ -250,9 +255,9 @@ def test_the_window_used_last_goes_last() -> None:
     assert (match_len(cache, 1, 2, 3), match_len(cache, 5, 6, 7)) == (3, 0)
 
 
-def test_the_callers_arrays_stay_the_callers() -> None:
+def test_the_callers_arrays_stay_the_callers(trees: Trees) -> None:
     """A row is written again while the tree has its pages, and eviction leaves the row alone."""
-    cache = sliding_cache()
+    cache = trees.sliding()
     offered = given([11, 12, 13], [21, 22, 23])
     cached(cache, ints(1, 2, 3), offered)
     cache.evict(SWA, 1)
@@ -262,8 +267,8 @@ def test_the_callers_arrays_stay_the_callers() -> None:
     assert (sorted(gone.full.tolist()), sorted(gone.swa.tolist())) == ([11, 12, 13], [22, 23])
 
 
-def test_a_split_changes_neither_locks_nor_age_of_a_window() -> None:
-    cache = sliding_cache()
+def test_a_split_changes_neither_locks_nor_age_of_a_window(trees: Trees) -> None:
+    cache = trees.sliding()
     cached(cache, ints(5, 6), given([17, 18], [27, 28]))
     cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(11, 17), range(21, 27)))
     long = held(cache.lock(cache.match_prefix(ints(1, 2, 3, 4, 5, 6))))
@@ -276,9 +281,9 @@ def test_a_split_changes_neither_locks_nor_age_of_a_window() -> None:
     assert sorted(cache.evict(SWA, 9).swa.tolist()) == [24, 25]
 
 
-def test_layers_that_see_only_themselves_need_no_pages() -> None:
+def test_layers_that_see_only_themselves_need_no_pages(trees: Trees) -> None:
     """A window of one token: every length is usable, with or without pages, and no empty node stays behind."""
-    cache = UnifiedRadixCache(KvLayout(1, full=False, window=1))
+    cache = trees.of(KvLayout(1, full=False, window=1))
     lease = held(cache.insert(None, ints(1, 2), given(swa=[5, 6])).lease)
     assert cache.locked == GroupCounts()
     assert sorted(cache.evict(SWA, 9).swa.tolist()) == [5, 6]
@@ -291,8 +296,8 @@ def test_layers_that_see_only_themselves_need_no_pages() -> None:
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_a_match_ends_where_a_checkpoint_is() -> None:
-    cache = recurrent_cache()
+def test_a_match_ends_where_a_checkpoint_is(trees: Trees) -> None:
+    cache = trees.recurrent()
     cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(11, 17), state=1))
     assert match_len(cache, 1, 2, 3, 4, 5) == 0
     kept = cache.insert(None, ints(1, 2, 3), given([31, 32, 33], state=2))  # splits the node there
@@ -305,8 +310,8 @@ def test_a_match_ends_where_a_checkpoint_is() -> None:
     cache.check([held(again.lease)])
 
 
-def test_a_state_between_pages_stays_the_callers() -> None:
-    cache = recurrent_cache(page_size=2)
+def test_a_state_between_pages_stays_the_callers(trees: Trees) -> None:
+    cache = trees.recurrent(page_size=2)
     cached(cache, ints(1, 2), given([11], state=1))
     kept = cache.insert(None, ints(1, 2, 3, 4, 5), given([12, 13, 14], state=2))
     assert held(kept.lease).length == 2  # and the pages behind it could not be matched
@@ -314,8 +319,8 @@ def test_a_state_between_pages_stays_the_callers() -> None:
     assert kept.duplicate.counts == GroupCounts(full=1)
 
 
-def test_a_locked_checkpoint_stays_and_the_oldest_other_goes() -> None:
-    cache = recurrent_cache()
+def test_a_locked_checkpoint_stays_and_the_oldest_other_goes(trees: Trees) -> None:
+    cache = trees.recurrent()
     for n in (1, 2, 3):
         cached(cache, ints(n, 8), given([2 * n, 2 * n + 1], state=n))
     lease = held(cache.lock(cache.match_prefix(ints(1, 8))))
@@ -327,8 +332,8 @@ def test_a_locked_checkpoint_stays_and_the_oldest_other_goes() -> None:
     assert match_len(cache, 1, 8) == 0
 
 
-def test_a_match_whose_checkpoint_was_evicted_since_is_refused() -> None:
-    cache = recurrent_cache()
+def test_a_match_whose_checkpoint_was_evicted_since_is_refused(trees: Trees) -> None:
+    cache = trees.recurrent()
     cached(cache, ints(1, 2), given([11, 12], state=1))
     match = cache.match_prefix(ints(1, 2))
     cache.evict(STATE, 1)
@@ -336,8 +341,8 @@ def test_a_match_whose_checkpoint_was_evicted_since_is_refused() -> None:
     assert cache.evictable_in(match) == GroupCounts(full=2)
 
 
-def test_a_match_that_was_evicted_since_pins_nothing() -> None:
-    cache = recurrent_cache()
+def test_a_match_that_was_evicted_since_pins_nothing(trees: Trees) -> None:
+    cache = trees.recurrent()
     cached(cache, ints(1, 2), given([11, 12], state=1))
     match = cache.match_prefix(ints(1, 2))
     cache.evict(FULL, 2)
@@ -345,17 +350,17 @@ def test_a_match_that_was_evicted_since_pins_nothing() -> None:
     assert cache.lock(match) is None
 
 
-def test_a_full_page_takes_along_what_is_cached_at_it() -> None:
-    cache = UnifiedRadixCache(KvLayout(1, window=3, state=True))
+def test_a_full_page_takes_along_what_is_cached_at_it(trees: Trees) -> None:
+    cache = trees.of(KvLayout(1, window=3, state=True))
     cached(cache, ints(1, 2, 3), given([11, 12, 13], [21, 22, 23], 1))
     gone = cache.evict(FULL, 1)
     assert (gone.full.tolist(), gone.swa.tolist(), gone.state.tolist()) == ([13], [23], [1])
     assert cache.evictable == GroupCounts(full=2, swa=2)
 
 
-def test_without_pages_a_long_conversation_goes_with_its_last_checkpoint() -> None:
+def test_without_pages_a_long_conversation_goes_with_its_last_checkpoint(trees: Trees) -> None:
     """Keys cost no pages, so nothing but this would ever remove them."""
-    cache = UnifiedRadixCache(KvLayout(1, full=False, state=True))
+    cache = trees.of(KvLayout(1, full=False, state=True))
     tokens = np.arange(3000, dtype=np.int32)
     lease: PrefixLease | None = None
     for length in range(1, 3001):
@@ -367,8 +372,8 @@ def test_without_pages_a_long_conversation_goes_with_its_last_checkpoint() -> No
     assert cache.stats().nodes == 0
 
 
-def test_every_component_must_be_able_to_go_on() -> None:
-    cache = UnifiedRadixCache(KvLayout(1, window=3, state=True))
+def test_every_component_must_be_able_to_go_on(trees: Trees) -> None:
+    cache = trees.of(KvLayout(1, window=3, state=True))
     cached(cache, ints(1, 2, 3), given([11, 12, 13], [21, 22, 23], 1))
     cached(cache, ints(1, 2, 3, 4, 5, 6), given(range(31, 37), [0, 0, 0, 24, 25, 26], 2))
     assert match_len(cache, 1, 2, 3, 4, 5, 6) == 6
@@ -376,85 +381,3 @@ def test_every_component_must_be_able_to_go_on() -> None:
     assert (match_len(cache, 1, 2, 3, 4, 5), match_len(cache, 1, 2, 3, 4, 5, 6)) == (0, 6)
     cache.evict(SWA, 1)
     assert match_len(cache, 1, 2, 3, 4, 5, 6) == 0
-
-
-# ------------------------------------------------------------------------------------------ costs
-
-
-class CallCount:
-    """How many functions are called, generators resumed and built-ins used: the same on every machine."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.calls = 0
-        sys.setprofile(self._count)
-        try:
-            self.result = action()
-        finally:
-            sys.setprofile(None)
-
-    def _count(self, frame: FrameType, event: str, arg: object) -> None:
-        self.calls += event in ("call", "c_call")
-
-
-LAYOUTS = [
-    KvLayout(4),
-    KvLayout(4, window=6),
-    KvLayout(4, full=False, window=6),
-    KvLayout(4, state=True),
-    KvLayout(4, full=False, state=True),
-    KvLayout(4, window=6, state=True),
-]
-
-
-class Filled:
-    """A tree of `leaves` conversations of 24 tokens; their first 8 are the same."""
-
-    def __init__(self, layout: KvLayout, leaves: int) -> None:
-        self.layout = layout
-        self.cache = UnifiedRadixCache(layout)
-        self.next_id = 1
-        for leaf in range(leaves):
-            self.cache.unlock(self.insert(self.tokens(leaf)))
-        for component in layout.components:  # queue entries that are out of date are dropped once, by the first
-            self.cache.evict(component, 1)
-
-    def tokens(self, leaf: int) -> I32:
-        return np.concatenate((np.arange(8), np.full(16, 1000 + leaf))).astype(np.int32)
-
-    def insert(self, tokens: I32) -> PrefixLease:
-        pages = range(self.next_id, self.next_id + len(tokens) // 4)
-        self.next_id = pages.stop
-        offered = given(
-            pages if self.layout.full else (),
-            pages if self.layout.window else (),
-            pages[0] if self.layout.state else 0,
-        )
-        return held(self.cache.insert(None, tokens, offered).lease)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_costs_do_not_grow_with_the_tree(layout: KvLayout) -> None:
-    costs = []
-    for leaves in (20, 2000):
-        filled = Filled(layout, leaves)
-        cache, known, new = filled.cache, filled.tokens(leaves // 2), filled.tokens(leaves)
-        match = CallCount(lambda cache=cache, known=known: cache.match_prefix(known))
-        assert match.result.length == 24
-        lock = CallCount(lambda cache=cache, match=match: cache.lock(match.result))
-        unlock = CallCount(lambda cache=cache, lock=lock: cache.unlock(lock.result))
-        insert = CallCount(lambda filled=filled, new=new: filled.insert(new))
-        counts = CallCount(lambda cache=cache: (cache.evictable, cache.locked))
-        evict = [CallCount(lambda cache=cache, one=one: cache.evict(one, 1)) for one in layout.components]
-        costs.append([cost.calls for cost in (match, lock, unlock, insert, counts, *evict)])
-    assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_evicting_costs_the_same_per_leaf_however_many_there_are(layout: KvLayout) -> None:
-    """But for the depth of a heap, which is the logarithm that no call counts."""
-    per_leaf = []
-    for leaves in (100, 1600):
-        cache = Filled(layout, leaves).cache
-        per_leaf.append(CallCount(cache.clear).calls / leaves)
-        assert cache.stats().nodes == 0
-    assert per_leaf[1] < 1.1 * per_leaf[0]
