@@ -416,6 +416,7 @@ class DecodeCore:
 
     def _on_stored(self, event: PagesStored, now: float) -> None:
         request = self._stores.end(event)
+        self._commands += self._stores.go_on(event)
         self._waiting.stir()
         if request is None:
             return

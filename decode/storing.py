@@ -5,8 +5,8 @@ reads a page, or frees one.
 
 Pages are copied from where they are: those of the prefix tree under a lease, those of a request that is being retracted
 in its own record, until the store has ended. Written through, that happens as soon as the tree has them. Written back,
-it happens when they are next in line to be evicted and fewer than a `LOW_SHARE`-th of the pool is free: ahead of need,
-so that nobody who needs a page waits for it. What must be evicted before it was copied is lost to the tiers, as cached
+it happens when they are next in line to be evicted and fewer than a `SHARE`-th of the pool is free: ahead of need, so
+that nobody who needs a page waits for it. What must be evicted before it was copied is lost to the tiers, as cached
 pages may be.
 
 At most a `SHARE`-th of the pool is being stored for the cache at a time: the rest can always be evicted.
@@ -29,8 +29,6 @@ from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest
 
 SHARE = 4
-LOW_SHARE = 16
-"""Written back, the pages that would be evicted next are copied once fewer than this part of the pool is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,6 @@ class Stores:
         self._through = config.write == "through"
         self._least_pages = config.restore_min_pages
         self._most_pages = max(1, pool.total_pages // SHARE)
-        self._low_pages = pool.total_pages // LOW_SHARE
         self._count = 0
         self._open: dict[JobId, _Store] = {}
         self._pages_open = 0
@@ -86,6 +83,11 @@ class Stores:
             return None
         return self._begin(keys, pages, new, None, request)
 
+    def go_on(self, event: PagesStored) -> list[StorePages]:
+        """A store has ended, and others may be begun."""
+        # After one that was dropped, the next would be, too.
+        return self._ahead_of_eviction() if self._keys is not None and not self._through and event.pages else []
+
     def end(self, event: PagesStored) -> DecodeRequest | None:
         """Nobody reads the pages any more. Returns the retracted request whose pages they were."""
         store = self._open.pop(event.job)
@@ -102,9 +104,7 @@ class Stores:
         return [] if command is None else [command]
 
     def _ahead_of_eviction(self) -> list[StorePages]:
-        wanted = self._low_pages - self._pages_open
-        if self._pool.free_pages >= self._low_pages or wanted <= 0:
-            return []
+        wanted = self._most_pages - self._pool.free_pages - self._pages_open
         commands = [self._under(tokens, match) for tokens, match in self._pool.prefix.coldest(wanted)]
         return [command for command in commands if command is not None]
 

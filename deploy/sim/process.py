@@ -294,6 +294,7 @@ class WorkerProcess(MemberProcess):
 
     def _io_take(self, effect: object) -> None:
         if isinstance(effect, TierCommand):
+            self.world.probe("tier_command", (self, effect))
             self.tier.take(effect)
             return
         if isinstance(effect, SendTo):
@@ -354,17 +355,17 @@ class WorkerProcess(MemberProcess):
     def assert_restorable(self, page: int) -> None:
         """T1: what a tier writes was promised to a request that waits for it."""
         for holding in self.core.holdings():
-            if holding.owner_class is OwnerClass.INCOMING and self._owns(holding, page):
+            if holding.owner_class is OwnerClass.INCOMING and self.owns(holding, page):
                 return
         raise AssertionError(f"{self.stamp.worker}: a tier writes page {page}, which is not promised to anybody")
 
     def assert_copied_from(self, page: int) -> None:
         """T1: what a tier reads stays as it is: cached and locked, or a request's."""
         locked = self.pool.prefix.cached_pages()[1].of(self.pool.main)
-        if not (locked == page).any() and not any(self._owns(one, page) for one in self.core.holdings()):
+        if not (locked == page).any() and not any(self.owns(one, page) for one in self.core.holdings()):
             raise AssertionError(f"{self.stamp.worker}: a tier reads page {page}, which nobody keeps for it")
 
-    def _owns(self, holding: Holding, page: int) -> bool:
+    def owns(self, holding: Holding, page: int) -> bool:
         return bool((self.pool.parts.own_ids(holding.record, self.pool.main) == page).any())
 
     def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:

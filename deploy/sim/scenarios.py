@@ -17,6 +17,8 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         memory.sink_resumes_after_silence,
         memory.prealloc_fills_pool,
         memory.decode_radix_abort,
+        memory.abort_mid_restore,
+        memory.retracted_while_copied,
         liveness.cancel_before_offer,
         liveness.cancel_before_submit,
         liveness.source_crash,

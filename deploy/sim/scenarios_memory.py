@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from baton.common.config import DecodeConfig
+from baton.common.config import DecodeConfig, TiersConfig
 from baton.common.ids import CONTROLLER, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.census import OwnerClass
+from baton.common.kv.tiers.api import AbortRestore, RestorePages, StorePages
 from baton.common.messages import (
     Body,
     Membership,
@@ -138,3 +139,63 @@ def decode_radix_abort(seed: int) -> Scenario:
 
     plan.world.on("engine_event", look)
     return plan.ready("a hand-off over a shared prefix was aborted")
+
+
+def abort_mid_restore(seed: int) -> Scenario:
+    """Clients leave while a tier writes into their pages; others want those pages at once."""
+    tiers = TiersConfig(host_bytes=1, restore_min_pages=1)
+    plan = Plan(replace(BASE, decode=1, decode_pages=24, tiers=tiers, tier_page_s=0.05, tier_loss=0.0), seed)
+    plan.request(40, shared=40)
+    victims = [plan.request(41, shared=40, at_s=FIRST_S + 6.0 + 0.3 * index) for index in range(4)]
+    for index in range(8):
+        plan.request(30, at_s=FIRST_S + 6.0 + 0.2 * index)
+    aborted: set[tuple[WorkerId, int]] = set()
+
+    def forget() -> None:
+        """What the tiers have by now, nobody else has."""
+        for worker in plan.world.workers():
+            worker.pool.clear_cache()
+
+    def meddle(world: World, details: object) -> None:
+        command, worker = second_of(details), worker_of(details, "decode")
+        if isinstance(command, RestorePages):
+            for request in victims:
+                world.schedule.after(0.05, partial(world.cancel, request))
+        if isinstance(command, AbortRestore) and worker is not None:
+            aborted.add((worker.stamp.worker, command.job))
+
+    def look(world: World, details: object) -> None:
+        worker, command = worker_of(details, "decode"), second_of(details)
+        if isinstance(command, RestorePages) and worker is not None and (worker.stamp.worker, command.job) in aborted:
+            plan.note("a tier wrote for a request that was over")
+
+    plan.world.schedule.at(FIRST_S + 5.0, forget)
+    plan.world.on("tier_command", meddle)
+    plan.world.on("restored", look)
+    return plan.ready("a tier wrote for a request that was over")
+
+
+def retracted_while_copied(seed: int) -> Scenario:
+    """A decode step does not fit: who gives way keeps his pages until a slow tier has copied them, and comes back from
+    there."""
+    decode = DecodeConfig(num_reserved_decode_tokens=0, chunk_tokens=16)
+    tiers = TiersConfig(host_bytes=1, restore_min_pages=1)
+    settings = replace(BASE, decode=1, decode_pages=24, decode_config=decode, max_tokens=40, tier_loss=0.0)
+    plan = Plan(replace(settings, tiers=tiers, tier_page_s=0.05), seed)
+    for index in range(5):
+        plan.request(22, max_tokens=36, at_s=FIRST_S + 0.001 * index)
+    scenario = plan.ready("pages of a retracted request were copied", "some of them came back")
+
+    def look(world: World, details: object) -> None:
+        worker, command = worker_of(details, "decode"), second_of(details)
+        if worker is not None and isinstance(command, StorePages):
+            last = int(command.page_ids[-1])
+            if any(worker.owns(one, last) for one in worker.core.holdings()):  # else it is the tree's
+                plan.note("pages of a retracted request were copied")
+        if worker is not None and isinstance(worker.core, DecodeCore) and worker.core.restored_tokens:
+            plan.note("some of them came back")
+
+    plan.world.on("stored", look)
+    plan.world.on("restored", look)
+    plan.world.on("command", look)
+    return scenario

@@ -37,14 +37,15 @@ MAX_JOBS = 8
 
 
 class SharedStore:
-    """Keeps the pages written last."""
+    """Keeps the pages written last, each as it was first written."""
 
     def __init__(self, capacity_pages: int) -> None:
         self._capacity = capacity_pages
         self._pages: OrderedDict[PageKey, Bytes] = OrderedDict()
 
     def put(self, key: PageKey, page: Bytes) -> None:
-        self._pages[key] = page.copy()
+        if key not in self._pages:
+            self._pages[key] = page.copy()
         self._pages.move_to_end(key)
         if len(self._pages) > self._capacity:
             self._pages.popitem(last=False)
@@ -89,7 +90,7 @@ class SimTier:
             case RestorePages(job):
                 self._jobs += 1
                 self._aborted[job] = False
-                self._later(lambda: self._restore_from(command, 0))
+                self._restore_from(command, 0)
             case AbortRestore(job):
                 if job in self._aborted:
                     self._aborted[job] = True
@@ -113,17 +114,20 @@ class SimTier:
 
     def _restore_from(self, command: RestorePages, at: int) -> None:
         if at < len(command.keys) and not self._aborted[command.job]:
-            content = self._store.get(command.keys[at])
-            if content is not None and self._rng.random() >= self._settings.tier_loss:
-                page = int(command.page_ids[at])
-                self._process.assert_restorable(page)
-                self._pages[page] = content
-                self._later(lambda: self._restore_from(command, at + 1))
-                return
-            # What a damaged page leaves behind is never said to be there.
-            self._process.assert_restorable(int(command.page_ids[at]))
-            self._pages[command.page_ids[at]] = 0xEE
+            self._later(lambda: self._restore_page(command, at))  # an abort does not stop it any more
+            return
         self._jobs -= 1
         del self._aborted[command.job]
         self._process.world.probe("restored", (self._process, command, at))
         self._process.deliver(PagesRestored(command.job, at))
+
+    def _restore_page(self, command: RestorePages, at: int) -> None:
+        page, content = int(command.page_ids[at]), self._store.get(command.keys[at])
+        self._process.assert_restorable(page)
+        if content is not None and self._rng.random() >= self._settings.tier_loss:
+            self._pages[page] = content
+            self._restore_from(command, at + 1)
+            return
+        self._pages[page] = 0xEE  # what a damaged page leaves behind is never said to be there
+        self._aborted[command.job] = True
+        self._restore_from(command, at)

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from baton.common.kv.pool import KvPool
+from baton.common.kv.prefix.interface import PrefixLease
+from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.decode.core import DecodeCore
 from baton.decode.outbox import Outbox
-from baton.decode.request import Done, Incoming
+from baton.decode.request import Done, Incoming, Restoring
+from baton.decode.restoring import Restores
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -181,6 +184,61 @@ def no_cancel_to_old_placements(patch):
     patch.setattr(GatewayCore, "_let_go", lambda self, *rest: None)
 
 
+def free_while_a_tier_writes(patch):
+    """A request that is over gives its pages back at once, though a tier may still write into them."""
+    let_go, restored = DecodeCore._let_go, DecodeCore._on_restored
+
+    def mutated_let_go(self, request, failure, now):
+        restoring = isinstance(request.state, Restoring)
+        let_go(self, request, failure, now)
+        if restoring:
+            self._done(request, now)
+
+    def mutated_restored(self, event, now):
+        if self._restores._open[event.job].request.kv is not None:
+            restored(self, event, now)
+        else:
+            self._restores.end(event)
+
+    patch.setattr(DecodeCore, "_let_go", mutated_let_go)
+    patch.setattr(DecodeCore, "_on_restored", mutated_restored)
+
+
+def trust_what_was_asked_for(patch):
+    """Everything that a tier was asked for counts as restored."""
+    end = Restores.end
+
+    def mutated(self, event):
+        return end(self, dataclasses.replace(event, pages=self._open[event.job].pages))
+
+    patch.setattr(Restores, "end", mutated)
+
+
+def copy_without_a_lease(patch):
+    """What is written through is not kept in place while it is copied."""
+    begin, end = KvPool.begin_copy, KvPool.end_copy
+
+    def mutated(self, match):
+        lease = begin(self, match)
+        if lease is not None:
+            copy = PrefixLease(lease.length)
+            pages = self.prefix.pages(lease)
+            end(self, lease)
+            held[id(copy)] = (copy, pages)
+            return copy
+        return None
+
+    held = {}
+    pages_of = UnifiedRadixCache.pages
+    patch.setattr(KvPool, "begin_copy", mutated)
+    patch.setattr(KvPool, "end_copy", lambda self, lease: held.pop(id(lease)))
+    patch.setattr(
+        UnifiedRadixCache,
+        "pages",
+        lambda self, lease: held[id(lease)][1] if id(lease) in held else pages_of(self, lease),
+    )
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -192,6 +250,9 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     never_ask_for_gaps,
     leak_a_lock,
     no_cancel_to_old_placements,
+    free_while_a_tier_writes,
+    trust_what_was_asked_for,
+    copy_without_a_lease,
 ]
 
 

@@ -68,6 +68,7 @@ def test_seeds_cover_what_they_should() -> None:
         (Component.FULL, Component.STATE),
         (Component.FULL, Component.SWA, Component.STATE),
     }
+    assert {one.tiers.write for one in settings if one.tiers.named} == {"through", "back"}
     assert {one.prefill for one in settings} == {0, 1, 2}
     assert any(one.crashes == one.pauses == one.partitions == one.cancels == 0 for one in settings)
     assert sum(one.crashes for one in settings) > SEEDS / 2

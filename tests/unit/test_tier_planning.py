@@ -30,7 +30,7 @@ from baton.common.kv.tiers.tiers import Tiers
 from baton.common.messages import SamplingParams
 from baton.decode.request import DecodeRequest, Queued, Times
 from baton.decode.restoring import Landed, Restores
-from baton.decode.storing import LOW_SHARE, SHARE, Stores
+from baton.decode.storing import SHARE, Stores
 
 PAGE_SIZE = 4
 PAGES = 64
@@ -302,20 +302,21 @@ def crowded() -> KvPool:
     for seed in range(3):
         cached(kv, prompt(40, seed))
     cached(kv, prompt((PAGES - 31) * PAGE_SIZE, seed=99))
-    assert kv.free_pages == 1 < PAGES // LOW_SHARE
+    assert kv.free_pages == 1
     return kv
 
 
 def test_pages_are_copied_before_they_are_evicted() -> None:
     kv = crowded()
     planner = stores(kv, config=BACK)
-    command = store(planner, prompt(8, seed=50))
-    assert list(command.keys) == KEYS.of(prompt(40)), "the oldest leaf, whatever was offered last"
+    first, second = planner.cached(prompt(8, seed=50))
+    assert list(first.keys) == KEYS.of(prompt(40)), "the oldest leaf, whatever was offered last"
+    assert list(second.keys) == KEYS.of(prompt(40, seed=1))[:6], "until a share of the pool is free or clean"
     assert kv.evict(10) == 10
-    assert (kv.match_len(prompt(40)), kv.match_len(prompt(40, seed=1))) == (40, 0), "not the one that is being read"
-    planner.end(PagesStored(command.job, 10))
+    assert [kv.match_len(prompt(40, seed)) for seed in range(3)] == [40, 40, 0], "not those that are being read"
+    planner.end(PagesStored(first.job, 10))
     kv.evict(10)
-    assert kv.match_len(prompt(40)) == 0, "but as soon as it was"
+    assert [kv.match_len(prompt(40, seed)) for seed in range(2)] == [0, 40], "but as soon as they were"
 
 
 def test_while_there_is_room_nothing_is_written_back() -> None:
@@ -331,7 +332,7 @@ def test_pages_have_the_names_of_their_whole_prompt() -> None:
     cached(kv, ours)
     cached(kv, other)
     cached(kv, prompt((PAGES - 16) * PAGE_SIZE, seed=99))
-    command = store(stores(kv, config=BACK), prompt(40))
+    command = stores(kv, config=BACK).cached(prompt(40))[0]
     assert list(command.keys) == KEYS.of(ours)
     assert np.array_equal(command.page_ids, kv.prefix.pages(kv.copying[0]).full)
 
@@ -339,16 +340,31 @@ def test_pages_have_the_names_of_their_whole_prompt() -> None:
 def test_clean_pages_are_not_copied_again() -> None:
     kv = crowded()
     planner = stores(kv, config=BACK)
-    command = store(planner, prompt(40))
-    planner.end(PagesStored(command.job, 7))
-    command = store(planner, prompt(40))
-    assert list(command.keys) == KEYS.of(prompt(40))[7:]
-    planner.end(PagesStored(command.job, 3))
+    first, second = planner.cached(prompt(40))
+    planner.end(PagesStored(first.job, 7))
+    planner.end(PagesStored(second.job, 6))
+    first, second = planner.cached(prompt(40))
+    assert list(first.keys) == KEYS.of(prompt(40))[7:]
+    assert list(second.keys) == KEYS.of(prompt(40, seed=1))[6:]
+    planner.end(PagesStored(first.job, 3))
+    planner.end(PagesStored(second.job, 4))
     assert planner.cached(prompt(40)) == []
-    kv.evict(10)
-    cached(kv, prompt(40, seed=7))
-    assert kv.free_pages == 1
-    assert list(store(planner, prompt(40)).keys) == KEYS.of(prompt(40, seed=1)), "the next in line"
+    kv.evict(20)
+    cached(kv, prompt(76, seed=7))
+    next_in_line, *_ = planner.cached(prompt(40))
+    assert list(next_in_line.keys) == KEYS.of(prompt(40, seed=2))
+
+
+def test_what_was_stored_makes_room_for_the_next() -> None:
+    kv = crowded()
+    planner = stores(kv, config=BACK)
+    first, second = planner.cached(prompt(40))
+    planner.end(event := PagesStored(second.job, 6))
+    (more,) = planner.go_on(event)
+    assert list(more.keys) == KEYS.of(prompt(40, seed=1))[6:]
+    planner.end(dropped := PagesStored(more.job, 0))
+    assert planner.go_on(dropped) == [], "the next would be dropped as well"
+    planner.end(PagesStored(first.job, 10))
 
 
 # ------------------------------------------------------------------------------------------------- retracted

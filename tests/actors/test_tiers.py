@@ -1,0 +1,123 @@
+"""Tiers below the pools of a real cluster: what a small pool forgets comes back from below, whoever dies, and damage on
+the disk is a miss and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from harness import Outcome, Question, ask, ask_all, check, kill, kill_config, question, wait_clean
+from layered import LAYERED
+
+from baton.common.config import ClusterConfig, DecodeConfig, KvConfig, ModelConfig, TiersConfig
+from baton.common.ids import WorkerId
+from baton.deploy.client import Client
+from baton.deploy.launch import ClusterHandle, LaunchError, launch
+from baton.transfer.worker import WorkerStatus
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+PAGES = 72  # of 16 tokens: three of the prompts below, which are asked for in turn
+DECODE = WorkerId("decode-0")
+
+
+def config(name: str, tiers: TiersConfig) -> ClusterConfig:
+    return replace(
+        kill_config(name),
+        prefill=1,
+        decode=1,
+        model=ModelConfig(model="fake", max_model_len=700),
+        kv=KvConfig(num_pages=PAGES, tiers=tiers),
+        decode_worker=DecodeConfig(num_reserved_decode_tokens=16, max_running_requests=16),
+    )
+
+
+@contextmanager
+def running(made: ClusterConfig) -> Iterator[ClusterHandle]:
+    handle = launch(made)
+    try:
+        yield handle
+    finally:
+        handle.shutdown()
+
+
+def questions() -> list[Question]:
+    rng = random.Random(11)
+    return [question(rng, prompt_tokens=330 + index, max_tokens=4) for index in range(8)]
+
+
+def restored(client: Client, asked: list[Question]) -> int:
+    """One after the other; how many prompt tokens came from the tiers."""
+    found = 0
+    for one in asked:
+        answer = client.complete(
+            list(one.prompt), max_tokens=one.max_tokens, temperature=one.temperature, seed=one.seed, ignore_eos=True
+        )
+        assert answer.text == one.expected
+        timeline = answer.timeline
+        kept = timeline.cached_tokens + timeline.restored_tokens
+        assert kept + timeline.local_tokens + timeline.transferred_tokens == len(one.prompt)
+        found += timeline.restored_tokens
+    return found
+
+
+def status_of(cluster: ClusterHandle) -> WorkerStatus:
+    actor = cluster.actor(DECODE)
+    assert actor is not None
+    status: WorkerStatus = ray.get(actor.status.remote(), timeout=60.0)
+    return status
+
+
+def test_a_model_that_cannot_use_tiers_is_refused(ray_session: None) -> None:
+    with pytest.raises(LaunchError, match=r"kv\.tiers.*sliding or recurrent"):
+        launch(config("tiers-layered", TiersConfig(host_bytes=1 << 20)), class_paths=LAYERED)
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_a_small_pool_forgets_comes_back(ray_session: None, tmp_path: Path, write: str) -> None:
+    assert write in ("through", "back")
+    tiers = TiersConfig(
+        host_bytes=1 << 20, disk_path=str(tmp_path / "disk"), external=f"file://{tmp_path}/shared", write=write
+    )
+    with running(config(f"tiers-{write}", tiers)) as cluster, Client(cluster.gateway_url, timeout_s=60) as client:
+        asked = questions()
+        first = restored(client, asked)
+        second = restored(client, asked)
+        assert second > first
+        assert second > 330 * 4, "most prompts, all but their ends"
+        counters = status_of(cluster).counters
+        assert counters["tiers.restored_pages"] * 16 >= second
+        # Many at a time: pages are retracted, stored, restored and evicted at once.
+        rng = random.Random(12)
+        check(ask_all(client, [*asked, *(question(rng, max_tokens=60) for _ in range(40)), *asked]))
+        wait_clean(cluster)
+
+
+def test_a_successor_finds_what_was_stored_and_no_damage_is_served(ray_session: None, tmp_path: Path) -> None:
+    """The directory of a worker is its successor's; half of the files were damaged meanwhile."""
+    tiers = TiersConfig(disk_path=str(tmp_path))
+    with running(config("tiers-disk", tiers)) as cluster, Client(cluster.gateway_url, timeout_s=120) as client:
+        asked = questions()
+        restored(client, asked)
+        wait_clean(cluster)
+        before = status_of(cluster).incarnation
+        assert kill(cluster, DECODE)
+        files = sorted((tmp_path / DECODE).rglob("*.kv"))
+        assert len(files) > 50
+        for path in files[::2]:
+            damaged = bytearray(path.read_bytes())
+            damaged[len(damaged) // 2] ^= 0x40
+            path.write_bytes(damaged)
+        outcomes: list[Outcome] = [ask(client, one) for one in asked]
+        check(outcomes)
+        status = status_of(cluster)
+        assert status.incarnation > before
+        assert status.counters["tiers.disk.damaged"] > 0
+        assert status.counters["tiers.restored_pages"] > 0
+        wait_clean(cluster)
+        assert status_of(cluster).incarnation == status.incarnation, "nobody died of it"
