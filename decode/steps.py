@@ -61,15 +61,16 @@ class Steps:
     def _grow(self, make_room: MakeRoom) -> list[DecodeRequest]:
         """Makes room for one token of each running request. Returns those that go on in this step."""
         grown: list[DecodeRequest] = []
+        before = list(self.running)
         prepare = self._pool.prepare_for_decode
-        for request in list(self.running):
+        for request in before:
             while request.state is RUNNING:
                 if type(refused := prepare(request)) is not Refused:
                     grown.append(request)
                     break
                 if not make_room(request, refused):
                     break
-        if len(grown) != len(self.running):
+        if not len(grown) == len(self.running) == len(before):  # somebody gave way, perhaps one who had grown
             grown = [request for request in grown if request.state is RUNNING]
         return grown
 

@@ -304,6 +304,24 @@ def test_its_pages_are_its_own_until_they_were_copied() -> None:
     assert_all_right(rig)
 
 
+def test_a_request_that_is_being_copied_computes_no_more() -> None:
+    """It had its place in the step already when another could not grow, which then had to wait for the copy."""
+    rig = tiered(BACK, pages=12, num_reserved_decode_tokens=0)
+    hold_backups(rig)
+    prompts = [prompt_of(length, length) for length in (12, 13, 15)]  # the last one is the first that lacks a page
+    for index, prompt in enumerate(prompts):
+        rig.submit(f"r{index}", prompt)
+    rig.settle()
+    assert rig.decode.core.retractions == 1
+    said = len(rig.gateway.tokens["r0"])
+    assert 0 < said < len(answer(prompts[0]))
+    rig.release_tier()
+    rig.settle()
+    assert [rig.gateway.tokens[f"r{index}"] for index in range(3)] == [answer(prompt) for prompt in prompts]
+    assert timeline_of(rig, "r0").retractions == 1
+    rig.assert_clean()
+
+
 @pytest.mark.parametrize("stored", [0, 1 << 30])
 def test_a_retracted_request_that_is_cancelled_meanwhile(stored: int) -> None:
     rig = tiered(pages=24, num_reserved_decode_tokens=0)
