@@ -1,5 +1,6 @@
-"""Twenty thousand requests through pools that are far too small (`make soak`): shared prefixes, conversations, and
-clients that hang up at random moments. Each request has one outcome, and at the end every page is free or cached."""
+"""Twenty thousand requests through pools that are far too small (`make soak`), with and without tiers below them:
+shared prefixes, conversations, and clients that hang up at random moments. Each request has one outcome, and at the end
+every page is free or cached."""
 
 from __future__ import annotations
 
@@ -11,17 +12,21 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
+import ray
 from harness import kill_config, question, wait_clean
 
-from baton.common.config import DecodeConfig, KvConfig, ModelConfig
+from baton.common.config import DecodeConfig, KvConfig, ModelConfig, TiersConfig
 from baton.common.engine.fake_runner import fake_generate
 from baton.common.errors import RequestError
+from baton.common.ids import WorkerId
 from baton.common.messages import SamplingParams
 from baton.deploy.client import AsyncClient
 from baton.deploy.launch import ClusterHandle, launch
 from baton.deploy.tokenizer import ByteTokenizer
+from baton.transfer.worker import WorkerStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -33,12 +38,15 @@ HANG_UP = 0.2
 CONVERSATIONS = 0.15
 
 
-@pytest.fixture
-def cluster(ray_session: None) -> Iterator[ClusterHandle]:
+@pytest.fixture(params=["no tiers", "through", "back"])
+def cluster(ray_session: None, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClusterHandle]:
+    tiers = TiersConfig()
+    if request.param != "no tiers":
+        tiers = TiersConfig(host_bytes=1 << 16, disk_path=str(tmp_path), disk_bytes=1 << 20, write=request.param)
     config = replace(
-        kill_config("soak-kv"),
+        kill_config(f"soak-kv-{request.param.replace(' ', '-')}"),
         model=ModelConfig(model="fake", max_model_len=MAX_LEN),
-        kv=KvConfig(num_pages=NUM_PAGES),
+        kv=KvConfig(num_pages=NUM_PAGES, tiers=tiers),
         decode_worker=DecodeConfig(num_reserved_decode_tokens=16, max_running_requests=16, max_sessions=4),
     )
     handle = launch(config)
@@ -109,6 +117,13 @@ class Soak:
         return right
 
 
+def status_of(cluster: ClusterHandle) -> WorkerStatus:
+    actor = cluster.actor(WorkerId("decode-0"))
+    assert actor is not None
+    status: WorkerStatus = ray.get(actor.status.remote(), timeout=60.0)
+    return status
+
+
 def test_tiny_pools_lose_nothing(cluster: ClusterHandle, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
 
@@ -124,5 +139,8 @@ def test_tiny_pools_lose_nothing(cluster: ClusterHandle, capsys: pytest.CaptureF
     assert not soak.wrong, soak.wrong[:5]
     assert sum(soak.outcomes.values()) == soak.asked
     assert set(soak.outcomes) <= {"right", "hung up"}, "nobody was refused or failed"
+    if (status := status_of(cluster)).counters.get("tiers.restores"):
+        with capsys.disabled():
+            print({name: value for name, value in status.counters.items() if name.startswith("tiers.")})
     assert cluster.drain(60.0)  # conversations that were left open end here
     wait_clean(cluster)
