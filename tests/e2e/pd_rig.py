@@ -8,30 +8,41 @@ after those before it, which makes the answer the greedy one.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import queue
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from core_rig import Engine, Rig, decode_engine, prefill_engine
+from core_rig import DECODE, Engine, Rig, decode_engine, prefill_engine
 from family_rig import COMPONENTS, FAMILIES, VOCAB, WINDOW, save_random_model
 from transformers import AutoModelForCausalLM
 
+from baton.common.clock import VirtualClock
+from baton.common.config import TiersConfig
 from baton.common.engine.batch import Batch, StepResult, Ticket
+from baton.common.engine.core_api import Drain
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.configurations import CONFIGURATIONS, shares_prefixes
 from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.tiers.api import AbortRestore, TierCommand, TierEvent
+from baton.common.kv.tiers.keys import PageKeys
+from baton.common.kv.tiers.thread import TierThread
+from baton.common.kv.tiers.tiers import open_tiers
 from baton.common.kv.window import most_pages
 from baton.common.messages import Output, SamplingParams, Timeline
 from baton.transfer.api import OpenSink, ShipRegion
 
 Tokens = npt.NDArray[np.int32]
+Write = Literal["through", "back"]
 
 CHUNK = 16
 CONTEXT = 256
@@ -139,6 +150,43 @@ class HarshRunner:
         return self._runner.collect(ticket)
 
 
+class ThreadedTiers:
+    """Host memory for four pages and a disk below the decode worker's pool, on their thread. Takes the place of the
+    rig's stub, and answers later."""
+
+    def __init__(self, config: TiersConfig, engine: Engine) -> None:
+        memory = engine.runner.memory.main
+        root = PageKeys.of_model({"weights": "random"}, engine.pool.page_size).root
+        levels = open_tiers(
+            dataclasses.replace(config, host_bytes=4 * memory.page_bytes), DECODE.worker, root, memory.page_bytes
+        )
+        assert levels is not None
+        self.write: Write = config.write
+        self._events: queue.SimpleQueue[TierEvent] = queue.SimpleQueue()
+        self._unanswered = 0
+        self.thread = TierThread(
+            levels,
+            memory.as_bytes(),
+            self._events.put,
+            VirtualClock(),
+            max_queued_jobs=config.max_queued_jobs,
+            on_fatal=lambda: None,  # then an answer is missing
+        )
+        self.thread.start()
+
+    def take(self, command: TierCommand) -> list[TierEvent]:
+        self._unanswered += not isinstance(command, AbortRestore)
+        self.thread.post(command)
+        return []
+
+    def answer(self) -> TierEvent | None:
+        """Waits for the next one; None when there is nothing to wait for."""
+        if not self._unanswered:
+            return None
+        self._unanswered -= 1
+        return self._events.get(timeout=30)
+
+
 def prompt_of(length: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
 
@@ -153,13 +201,19 @@ class Pair:
 
     case: Case
     model: Model
+    disk: Path | None = None  # with it, there are tiers below the decode worker's pool
+    write: Write = "through"
     rig: Rig = field(init=False)
+    tiers: ThreadedTiers | None = None
     prompts: dict[str, Tokens] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)  # outputs
 
     def __post_init__(self) -> None:
         layout, cache = self.case.layout, self.case.cache
         most = most_pages(layout, CHUNK, self.case.shares) if layout.window else 0
+        tiers = None
+        if self.disk is not None:
+            tiers = TiersConfig(disk_path=str(self.disk), disk_bytes=1 << 22, write=self.write, restore_min_pages=1)
         decode = decode_engine(
             112 // layout.page_size,
             layout.page_size,
@@ -169,6 +223,7 @@ class Pair:
             swa_pages=2 * most,
             slots=6,
             cache=cache,
+            tiers=tiers,
             chunk_tokens=CHUNK,
             num_reserved_decode_tokens=0,
         )
@@ -178,6 +233,9 @@ class Pair:
         for engine in (decode, prefill):
             engine.runner = HarshRunner(self.model.runner, engine.pool)  # type: ignore[assignment]
         self.rig = Rig(decode, prefill)
+        if tiers is not None:
+            self.tiers = ThreadedTiers(tiers, decode)
+            self.rig.tier = self.tiers  # type: ignore[assignment]
 
     @property
     def decode(self) -> Engine:
@@ -189,11 +247,43 @@ class Pair:
         self.prompts[name], self.wanted[name] = prompt, max_tokens
         self.rig.submit(name, prompt, SamplingParams(max_tokens=max_tokens), session=session)
 
+    def begin(self, name: str, prompt: Tokens) -> None:
+        """Asks, and lets the tiers say what they have."""
+        self.ask(name, prompt)
+        while self.hear_tiers():
+            pass
+
     def answer(self, name: str, prompt: Tokens, max_tokens: int = 8, session: tuple[str, int] = ("", 0)) -> Timeline:
         """Asks alone, and checks."""
         self.ask(name, prompt, max_tokens, session)
-        self.rig.settle()
+        self.settle()
         return self.check(name)
+
+    def step(self) -> bool:
+        """One step of each worker and one answer of the tiers, whose copies are under way during the next steps. False:
+        nobody had anything to do."""
+        worked = False
+        for engine in (self.rig.prefill, self.decode):
+            effects = engine.step()
+            self.rig.run(effects or [])
+            worked |= effects is not None
+        return self.hear_tiers() or worked
+
+    def hear_tiers(self) -> bool:
+        """Waits for the next answer of the tiers. False: none is to come."""
+        event = None if self.tiers is None else self.tiers.answer()
+        if event is not None:
+            self.rig.run(self.decode.handle(event))
+        return event is not None
+
+    def settle(self) -> None:
+        """Until nobody has anything to do."""
+        while True:
+            while self.step():
+                pass
+            self.rig.settle()  # messages that are due
+            if not self.hear_tiers():
+                return
 
     def said(self, name: str) -> list[int]:
         return self.rig.gateway.tokens.get(name, [])
@@ -209,8 +299,8 @@ class Pair:
         self.model.assert_greedy(self.prompts[name], self.said(name))
         timeline = self.final(name).timeline
         assert timeline is not None
-        sources = (timeline.cached_tokens, timeline.transferred_tokens, timeline.local_tokens)
-        assert sum(sources) == len(self.prompts[name]), sources
+        kept = timeline.cached_tokens + timeline.restored_tokens
+        assert kept + timeline.transferred_tokens + timeline.local_tokens == len(self.prompts[name]), timeline
         return timeline
 
     def check_begun(self, name: str) -> None:
@@ -219,12 +309,16 @@ class Pair:
         assert len(self.said(name)) < self.wanted[name]
         self.model.assert_greedy(self.prompts[name], self.said(name))
 
-    def assert_clean(self) -> None:
+    def end(self) -> None:
+        """Ends the conversations. Nobody holds anything then; without sharing nothing is kept either."""
+        self.rig.run(self.decode.handle(Drain()))
+        self.settle()
+        if self.tiers is not None:
+            assert self.tiers.thread.stop(timeout_s=30)
         self.rig.assert_clean()
         for engine in (self.rig.decode, self.rig.prefill):
-            census = engine.pool.census(())
             if not self.case.shares:
-                assert census.free == engine.pool.total_pages
+                assert engine.pool.free_pages == engine.pool.total_pages
 
     # ------------------------------------------------------------------------------------------ the book
 

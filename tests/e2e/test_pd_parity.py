@@ -7,19 +7,28 @@ Small random models through both engine cores (`pd_rig`). Each kind of traffic p
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
 from core_rig import EVERYONE
-from pd_rig import CHUNK, Case, Model, Pair, Tokens, all_cases, joined, ordinary_cases, prompt_of
+from pd_rig import CHUNK, Case, Model, Pair, Tokens, Write, all_cases, joined, ordinary_cases, prompt_of
 
-from baton.common.engine.core_api import Drain
 from baton.common.errors import ErrorCode
 from baton.common.kv.layout import Component
+from baton.common.kv.tiers.api import can_be_tiered
 
 ORDINARY = ordinary_cases()
 CASES = [pytest.param(case, id=str(case)) for case in ORDINARY] + [
     pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in all_cases() if case not in ORDINARY
+]
+
+TIERED = [case for case in ORDINARY if case.shares and can_be_tiered(case.layout)]
+WRITES: tuple[Write, ...] = ("back", "through")
+TIERED_CASES = [
+    pytest.param(case, write, id=f"{case}-{write}", marks=[pytest.mark.slow] if (turn + index) % 2 else [])
+    for turn, case in enumerate(TIERED)
+    for index, write in enumerate(WRITES)
 ]
 
 
@@ -38,14 +47,37 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]
 @pytest.mark.parametrize("case", CASES)
 def test_what_two_workers_say_is_what_the_model_says(case: Case, model_of: Callable[[str], Model]) -> None:
     pair = Pair(case, model_of(case.family))
+    all_traffic(pair)
+    pair.end()
+
+
+@pytest.mark.parametrize(("case", "write"), TIERED_CASES)
+def test_tiers_below_the_pool(case: Case, write: Write, tmp_path: Path, model_of: Callable[[str], Model]) -> None:
+    """What was evicted or retracted comes back from there."""
+    pair = Pair(case, model_of(case.family), tmp_path, write)
+    all_traffic(pair)
+    crowded_out(pair)
+    pair.end()
+
+
+def all_traffic(pair: Pair) -> None:
     prefixes(pair)
     conversation(pair)
     retraction(pair)
     requests_that_are_given_up(pair)
     a_lost_hand_off(pair)
     nobody_to_prefill(pair)
-    pair.rig.run(pair.decode.handle(Drain()))  # ends the conversations
-    pair.assert_clean()
+
+
+def crowded_out(pair: Pair) -> None:
+    """A prefix that was evicted because others came; of what is written back, the beginning was copied in time."""
+    known = prompt_of(48, 80)
+    pair.answer("old", known)
+    for number in range(4):
+        pair.answer(f"newer-{number}", prompt_of(40, 81 + number))
+    timeline = pair.answer("old-again", joined(known, prompt_of(5, 86)))
+    assert timeline.cached_tokens == 0
+    assert timeline.restored_tokens > 0
 
 
 def prefixes(pair: Pair) -> None:
@@ -62,7 +94,10 @@ def prefixes(pair: Pair) -> None:
     assert here.cached_tokens == found
     pair.decode.pool.clear_cache()
     there = pair.answer("there", joined(known, prompt_of(9, 3)))
-    assert (there.cached_tokens, there.prefill_cached_tokens) == (0, found)
+    assert there.cached_tokens == 0
+    assert there.restored_tokens + there.prefill_cached_tokens == found
+    if pair.tiers is not None and pair.tiers.write == "through":
+        assert there.restored_tokens == found
     pair.answer("shortest", prompt_of(1, 4))
 
 
@@ -94,26 +129,28 @@ def stop_while_decoding(pair: Pair, name: str, text: Tokens, session: tuple[str,
     """Given up while a step that computes its next token is under way."""
     pair.ask(name, text, 20, session)
     while len(pair.said(name)) < 4:
-        for engine in (pair.rig.prefill, pair.decode):
-            pair.rig.run(engine.step() or [])
+        pair.step()
     assert pair.decode.launch()
     pair.rig.cancel(name)
     pair.rig.run(pair.decode.collect())
-    pair.rig.settle()
+    pair.settle()
     pair.check_begun(name)
 
 
 def retraction(pair: Pair) -> None:
     """More answers at once than the decode worker has pages for, half of them of conversations."""
-    before = pair.decode.core.retractions
+    before, restored = pair.decode.core.retractions, pair.decode.core.restored_tokens
     names = [f"long-{number}" for number in range(4)]
     for number, name in enumerate(names):
         pair.ask(name, prompt_of(14 + number, 30 + number), 28, session=(name if number % 2 else "", 0))
-    pair.rig.settle()
+    pair.settle()
     retracted = sum(pair.check(name).retractions for name in names)
     assert pair.decode.core.retractions - before == retracted
     # A state never grows: who has begun can go on.
     assert (retracted > 0) == bool(pair.case.layout.paged)
+    if pair.tiers is not None:
+        assert pair.decode.core.restored_tokens > restored
+        return
     came_back = len(pair.hand_offs(*names)) - len(names)  # without what the decode worker found in its own cache
     assert (came_back > 0) == (retracted > 0)
     for name in names[1::2]:  # also when its conversation had to make room
@@ -124,7 +161,7 @@ def retraction(pair: Pair) -> None:
 def requests_that_are_given_up(pair: Pair) -> None:
     """One while its prompt is being computed and sent, one while it is decoded, and others beside them."""
     prompt = prompt_of(50, 50)
-    pair.ask("in-transfer", prompt)
+    pair.begin("in-transfer", prompt)
     pair.ask("beside-1", prompt_of(24, 51), 12)
     for _ in range(2):
         pair.rig.run(pair.rig.prefill.step() or [])
@@ -139,18 +176,18 @@ def requests_that_are_given_up(pair: Pair) -> None:
     for name in ("beside-1", "beside-2"):
         pair.check(name)
     timeline = pair.answer("once-more", prompt)
-    found = timeline.cached_tokens + timeline.prefill_cached_tokens
+    found = timeline.cached_tokens + timeline.restored_tokens + timeline.prefill_cached_tokens
     assert found == (2 * CHUNK if pair.case.shares else 0)
 
 
 def a_lost_hand_off(pair: Pair) -> None:
     """What landed is used where it is of use; the rest is computed by the decode worker."""
-    pair.ask("lost", prompt_of(45, 60))
+    pair.begin("lost", prompt_of(45, 60))
     for _ in range(2):
         pair.rig.run(pair.rig.prefill.step() or [])
     (key,) = pair.rig.handoffs
     pair.rig.fail(key)
-    pair.rig.settle()
+    pair.settle()
     timeline = pair.check("lost")
     landed = 2 * CHUNK if pair.decode.pool.lands_in_part else 0
     assert (timeline.transferred_tokens, timeline.local_tokens) == (landed, 45 - landed)
@@ -167,11 +204,12 @@ def nobody_to_prefill(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ORDINARY])
-def test_storm(case: Case, seed: int, model_of: Callable[[str], Model]) -> None:
+def test_storm(case: Case, seed: int, tmp_path: Path, model_of: Callable[[str], Model]) -> None:
     """All of it at once, in any order: steps that are under way while requests come and go, workers too."""
-    pair = Pair(case, model_of(case.family))
+    tiers = (tmp_path, WRITES[seed // 2]) if case in TIERED and seed % 2 else (None, "through")
+    pair = Pair(case, model_of(case.family), *tiers)
     storm = Storm(pair, Random(f"{case} {seed}"))
     for number in range(16):
         storm.arrive(number)
@@ -180,14 +218,13 @@ def test_storm(case: Case, seed: int, model_of: Callable[[str], Model]) -> None:
     for engine in (pair.rig.prefill, pair.decode):
         if engine.launched is not None:
             pair.rig.run(engine.collect())
-    pair.rig.settle()
+    pair.settle()
     for name in pair.prompts:
         if name in storm.cancelled:
             pair.check_begun(name)
         else:
             pair.check(name)
-    pair.rig.run(pair.decode.handle(Drain()))  # ends the conversations
-    pair.assert_clean()
+    pair.end()
 
 
 class Storm:
@@ -216,8 +253,10 @@ class Storm:
     def step(self, count: int) -> None:
         rig = self.pair.rig
         for _ in range(count):
-            engine = self.rng.choice([rig.prefill, rig.decode])
-            if engine.launched is not None:
+            engine = self.rng.choice([rig.prefill, rig.decode, None])
+            if engine is None:
+                self.pair.hear_tiers()
+            elif engine.launched is not None:
                 rig.run(engine.collect())
             else:
                 engine.launch()
