@@ -11,9 +11,11 @@ from baton.common.config import ClusterConfig, from_mapping
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.chunk import ChunkCache
+from baton.common.kv.prefix.compiled import compiled_library
 from baton.common.kv.prefix.configurations import CONFIGURATIONS, make_prefix_cache
 from baton.common.kv.prefix.interface import PrefixCache
 from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 
 LAYOUTS = {
@@ -28,12 +30,13 @@ LAYOUTS = {
 EVERY = set(LAYOUTS)
 
 FITS: dict[PrefixCacheName, tuple[type[PrefixCache], set[str]]] = {
-    "radix": (UnifiedRadixCache, EVERY),
+    "radix": (RadixCacheCpp, EVERY),
     "chunk": (ChunkCache, EVERY),
     "ChunkCache": (ChunkCache, EVERY),
     "SWAChunkCache": (ChunkCache, {"full+swa", "full+swa+state"}),
     "PureSWAChunkCache": (ChunkCache, {"swa", "swa+state"}),
     "RadixCache": (UnifiedRadixCache, {"full"}),
+    "RadixCacheCpp": (RadixCacheCpp, EVERY),
     "SWARadixCache": (UnifiedRadixCache, {"full+swa"}),
     "PureSWARadixCache": (UnifiedRadixCache, {"swa"}),
     "MambaRadixCache": (UnifiedRadixCache, {"state", "full+state"}),
@@ -44,6 +47,8 @@ FITS: dict[PrefixCacheName, tuple[type[PrefixCache], set[str]]] = {
 @pytest.mark.parametrize("name", FITS)
 def test_each_name_fits_its_models_and_no_other(name: PrefixCacheName) -> None:
     kind, fits = FITS[name]
+    if kind is RadixCacheCpp and compiled_library() is None:
+        kind = UnifiedRadixCache
     for layout_name, layout in LAYOUTS.items():
         if layout_name in fits:
             assert type(make_prefix_cache(name, layout)) is kind

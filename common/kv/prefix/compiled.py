@@ -28,8 +28,9 @@ LIBRARY: Final = NativeLibrary(
     name="radix_cache",
     what="the prefix tree (once; about five seconds)",
     sources=Path(__file__).parent / "csrc",
-    flags=("-O3",),
+    flags=("-O2",),
 )
+CHEAP_COPY_BYTES: Final = 32 << 10
 _log = EventLog("baton.kv")
 
 
@@ -88,7 +89,7 @@ class Reply(ctypes.Structure):
 
 
 _Function = Callable[..., int]
-_Type = type[c_int64] | type[c_void_p] | type[c_char_p]
+_Type = type[c_int64] | type[c_void_p]
 
 
 @final
@@ -98,16 +99,16 @@ class CompiledLibrary:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.PyDLL(str(path))
-        self.create = self._function("create", c_void_p, *[c_int64] * 4)
+        self.create = self._function("create", c_void_p, *[c_int64] * 5)
         self.destroy = self._function("destroy", None, c_void_p)
         self.reply = self._function("reply", c_void_p, c_void_p)
         self.books = self._function("books", c_void_p, c_void_p)
-        self.match = self._function("match", c_int64, c_void_p, c_char_p, c_int64)
+        self.match = self._function("match", c_int64, c_void_p, c_void_p, c_int64)
         self.evictable_in = self._function("evictable_in", c_int64, c_void_p, c_int64, c_int64)
         self.lock = self._function("lock", c_int64, c_void_p, c_int64, c_int64)
         self.unlock = self._function("unlock", c_int64, c_void_p, c_int64, c_int64)
         self.pages = self._function("pages", c_int64, c_void_p, c_int64)
-        insert = (c_void_p, c_int64, c_char_p, c_int64, c_char_p, c_char_p, c_int64, c_int64)
+        insert = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64)
         self.insert = self._function("insert", c_int64, *insert)
         self.coldest = self._function("coldest", c_int64, c_void_p, c_int64)
         self.evict = self._function("evict", c_int64, c_void_p, c_int64, c_int64)
@@ -130,7 +131,8 @@ class CompiledTree:
 
     def __init__(self, library: CompiledLibrary, layout: KvLayout) -> None:
         self.library = library
-        self.pointer = library.create(layout.page_size, layout.full, layout.window, layout.state)
+        seed = hash(b"of the table of children")  # as hard to guess as what Python's own dictionaries hash with
+        self.pointer = library.create(layout.page_size, layout.full, layout.window, layout.state, seed)
         self.reply = Reply.from_address(library.reply(self.pointer))
         self.books = Books.from_address(library.books(self.pointer))
         weakref.finalize(self, library.destroy, self.pointer)
@@ -161,6 +163,13 @@ class CompiledTree:
     def table(self) -> npt.NDArray[np.int64]:
         """A copy of the table in the reply."""
         return np.frombuffer(ctypes.string_at(self.reply.table or 0, 8 * self.reply.numbers), dtype=np.int64)
+
+
+def foreign(ids: I32) -> bytes | int:
+    """For a call while `ids` lives: a copy, or the address where asking for it costs less than a copy."""
+    if ids.nbytes < CHEAP_COPY_BYTES or not ids.flags.c_contiguous:
+        return ids.tobytes()
+    return ids.ctypes.data
 
 
 @functools.cache

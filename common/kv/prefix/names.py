@@ -11,6 +11,7 @@ PrefixCacheName = Literal[
     "SWAChunkCache",
     "PureSWAChunkCache",
     "RadixCache",
+    "RadixCacheCpp",
     "SWARadixCache",
     "PureSWARadixCache",
     "MambaRadixCache",

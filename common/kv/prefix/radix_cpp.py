@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.audit import audit
-from baton.common.kv.prefix.compiled import CompiledLibrary, CompiledTree
+from baton.common.kv.prefix.compiled import CompiledLibrary, CompiledTree, foreign
 from baton.common.kv.prefix.compiled_dump import Dump
 from baton.common.kv.prefix.interface import (
     I32,
@@ -77,9 +77,8 @@ class RadixCacheCpp:
 
     def match_prefix(self, tokens: I32) -> PrefixMatch:
         tree = self._tree
-        reply = tree.done(
-            self._lib.match(tree.pointer, tokens.tobytes(), whole_pages(len(tokens), self._page_size)),
-        )
+        pages = whole_pages(len(tokens), self._page_size)
+        reply = tree.done(self._lib.match(tree.pointer, foreign(tokens), pages))
         end = reply.end
         return _Match(end * self._page_size, tree, reply.node, end)
 
@@ -165,10 +164,10 @@ class RadixCacheCpp:
             self._lib.insert(
                 tree.pointer,
                 old,
-                tokens[first * page_size : whole * page_size].tobytes(),
+                foreign(tokens[first * page_size : whole * page_size]),
                 whole - first,
-                given.full.tobytes(),
-                given.swa.tobytes(),
+                foreign(given.full),
+                foreign(given.swa),
                 len(given.swa),
                 slot,
             )

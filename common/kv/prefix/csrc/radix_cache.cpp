@@ -4,7 +4,6 @@
 // Whoever calls holds handles of nodes, never pointers. A lease's handle is good while the lease lives (Python sees to
 // that); a match's may be of a node that was split, cut or removed since, and is recognised.
 
-#include <random>
 #include <string>
 
 #include "page_tree.h"
@@ -284,22 +283,28 @@ private:
     // What a lease on `node` protects of the path from `above` to it, and the checkpoint there.
     void put_pages(Node* above, Node* node) {
         const int64_t from = above->end, pages = node->end - from, first = tree.layout.first_live(node->end);
-        std::vector<Id> full(tree.layout.full ? pages : 0), swa(tree.layout.window ? pages : 0);
+        const size_t full = room(tree.layout.full ? pages : 0), swa = room(tree.layout.window ? pages : 0);
         tree.path_up(node, [&](Node* part) {
             if (part->end <= from) return false;
-            std::copy(part->full.begin(), part->full.end(), full.begin() + (full.empty() ? 0 : part->start() - from));
-            if (part->start() >= first)
-                std::copy(part->swa.begin(), part->swa.end(), swa.begin() + (swa.empty() ? 0 : part->start() - from));
+            Id* at = ids_.data() + (part->start() - from);
+            if (tree.layout.full) std::copy(part->full.begin(), part->full.end(), at + full);
+            if (part->start() >= first) std::copy(part->swa.begin(), part->swa.end(), at + swa);
             return true;
         });
-        put(full);
-        put(swa);
         reply.state = node->state;
     }
 
     void put(const std::vector<Id>& ids) {
         ids_.insert(ids_.end(), ids.begin(), ids.end());
         reply.lengths[parts_++] = static_cast<int64_t>(ids.size());
+    }
+
+    // Zeros for the next kind of ids; returns where they begin.
+    size_t room(int64_t count) {
+        const size_t start = ids_.size();
+        ids_.resize(start + count);
+        reply.lengths[parts_++] = count;
+        return start;
     }
 
     void put(const Parts& parts) {
@@ -332,8 +337,8 @@ extern "C" {
 int64_t baton_radix_reply_bytes() { return sizeof(Reply); }
 int64_t baton_radix_books_bytes() { return sizeof(Books); }
 
-RadixCache* baton_radix_create(int64_t page_size, int64_t full, int64_t window, int64_t state) {
-    return new RadixCache({page_size, full != 0, window, state != 0}, std::random_device{}());
+RadixCache* baton_radix_create(int64_t page_size, int64_t full, int64_t window, int64_t state, int64_t seed) {
+    return new RadixCache({page_size, full != 0, window, state != 0}, static_cast<uint64_t>(seed));
 }
 void baton_radix_destroy(RadixCache* cache) { delete cache; }
 const Reply* baton_radix_reply(RadixCache* cache) { return &cache->reply; }
