@@ -14,6 +14,7 @@ import pytest
 
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import PrefixLease
+from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.decode.core import DecodeCore
 from baton.decode.outbox import Outbox
@@ -228,15 +229,14 @@ def copy_without_a_lease(patch):
             return copy
         return None
 
+    def seen(original):
+        return lambda self, lease: held[id(lease)][1] if id(lease) in held else original(self, lease)
+
     held = {}
-    pages_of = UnifiedRadixCache.pages
     patch.setattr(KvPool, "begin_copy", mutated)
     patch.setattr(KvPool, "end_copy", lambda self, lease: held.pop(id(lease)))
-    patch.setattr(
-        UnifiedRadixCache,
-        "pages",
-        lambda self, lease: held[id(lease)][1] if id(lease) in held else pages_of(self, lease),
-    )
+    for tree in (UnifiedRadixCache, RadixCacheCpp):
+        patch.setattr(tree, "pages", seen(tree.pages))
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
