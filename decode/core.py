@@ -573,6 +573,7 @@ class DecodeCore:
         packed = np.array(result.tokens, dtype="<i4").tobytes()
         for index, request in enumerate(rows):
             if request.state is RUNNING:
+                self._keep_answer(request)
                 self._append(
                     request, result.tokens[index], result.logprobs[index], now, packed[4 * index : 4 * index + 4]
                 )
@@ -609,6 +610,14 @@ class DecodeCore:
         shared = request.session_protected_len is None and length <= len(request.prompt)
         if shared and length < request.fill_len and length == self.pool.checkpoint_at(request.fill_len):
             self.pool.cache_finished_req(request, request.fill_tokens, kv_len_to_handle=length)
+
+    def _keep_answer(self, request: DecodeRequest) -> None:
+        """Of a recurrent model the answer can be found later only up to where a state was kept. A conversation needs
+        none: it has its own."""
+        length = request.record.kv_committed_len
+        wanted = self.pool.wants_checkpoint(length) and not request.session_id
+        if wanted and request.effective_kv_committed_len == length:
+            self.pool.cache_finished_req(request, request.known_tokens, kv_len_to_handle=length)
 
     def _append(
         self, request: DecodeRequest, token: int, logprob: TokenLogprob | None, now: float, packed: bytes | None = None

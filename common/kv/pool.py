@@ -47,6 +47,9 @@ __all__ = ["Demand", "Extended", "KvPool", "KvStats", "PreAllocated", "RefusalRe
 
 TokenIds = I32 | Sequence[int]
 
+CHECKPOINT_TOKENS = 64
+"""How often about the state of a running request is kept: a copy costs as much as a step reads and writes of it."""
+
 _EXTENDED_IN_PLACE = Extended(0)
 _EXTENDED_BY_ONE = Extended(1)
 
@@ -302,6 +305,14 @@ class KvPool:
         if self.states is None or not self.parts.sharing:
             return length
         return page_floor(length - 1, self.page_size)
+
+    def wants_checkpoint(self, length: int) -> bool:
+        """Whether a recurrent state of `length` tokens, met while answering, is worth a slot: now and then, and while
+        at most half of the slots are in use."""
+        if self.states is None or not self.parts.sharing:
+            return False
+        every = self.page_size * max(1, CHECKPOINT_TOKENS // self.page_size)
+        return length % every == 0 and 2 * self.parts.available(Component.STATE) >= self.supply.total(Component.STATE)
 
     def settled_until(self, record: ReqKvInfo) -> int:
         """The pages of full attention until here stay in the row, whatever is cached from now on: they may be lent."""

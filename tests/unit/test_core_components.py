@@ -142,6 +142,38 @@ def test_what_a_decode_worker_computed_it_finds_again(name: str) -> None:
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("name", ["full+state", "full+swa+state"])
+def test_an_answer_is_found_again_up_to_the_last_state_that_was_kept(name: str) -> None:
+    """The next turn of a conversation without a session: prompt and answer come again, neither a whole page long."""
+    layout = layout_of(name)
+    rig = Rig(*engines(layout, 1024))
+    sampling = SamplingParams(max_tokens=101)
+    prompt = prompt_of(37)
+    rig.submit("first", prompt, sampling)
+    rig.settle()
+    turn = np.concatenate((prompt, np.array(answer(layout, prompt, sampling), dtype=np.int32), prompt_of(9, 5)))
+    rig.submit("second", turn, ANSWER)
+    rig.settle()
+    assert rig.gateway.tokens["second"] == answer(layout, turn)
+    timeline = rig.gateway.finals["second"].timeline
+    assert timeline is not None
+    assert timeline.cached_tokens == 128
+    rig.assert_clean()
+
+
+def test_no_state_is_kept_of_an_answer_while_slots_are_scarce() -> None:
+    layout = layout_of("full+state")
+    rig = Rig(decode_engine(256, 4, layout=layout, slots=4), prefill_engine(256, 4, layout=layout))
+    sampling = SamplingParams(max_tokens=101)
+    for index in range(3):
+        rig.submit(f"r{index}", prompt_of(37, index), sampling)
+    rig.settle()
+    for index in range(3):
+        assert rig.gateway.tokens[f"r{index}"] == answer(layout, prompt_of(37, index), sampling)
+    assert rig.decode.pool.match_len(np.concatenate((prompt_of(37), np.array(rig.gateway.tokens["r0"])))) == 0
+    rig.assert_clean()
+
+
 @every_layout
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_a_lost_prefill_worker_leaves_nothing_half_known(name: str, steps: int) -> None:
