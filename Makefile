@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-engine bench-pd clean
+.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-engine bench-pd bench-prefix clean
 
 setup: $(READY)
 
@@ -54,13 +54,15 @@ references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
-bench: bench-transfer bench-engine bench-pd
+bench: bench-transfer bench-engine bench-pd bench-prefix
 bench-transfer: $(READY)
 	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
 bench-engine: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
 bench-pd: $(READY)
 	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
+bench-prefix: $(READY)
+	$(BIN)/python benchmarks/bench_prefix.py --write docs/benchmarks/prefix.md
 
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md

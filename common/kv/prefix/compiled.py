@@ -30,7 +30,7 @@ LIBRARY: Final = NativeLibrary(
     sources=Path(__file__).parent / "csrc",
     flags=("-O2",),
 )
-CHEAP_COPY_BYTES: Final = 32 << 10
+CHEAP_COPY_BYTES: Final = 64 << 10
 _log = EventLog("baton.kv")
 
 
