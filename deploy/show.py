@@ -16,6 +16,9 @@ from baton.deploy.status import GatewayStatus, WorkerAccount
 
 PAGE_CLASSES = ("free", "cached", "cached_locked", "request", "session", "incoming", "outgoing", "quarantined")
 _SHORT = {"cached_locked": "locked", "incoming": "in", "outgoing": "out"}
+LEVELS = ("host", "disk", "external")
+LEVEL_COUNTERS = ("used_bytes", "capacity_bytes", "hits", "misses", "written", "damaged", "failed_writes")
+"""In pages, but the first two: the columns of the tiers' table, as a worker counts them."""
 
 
 def fetch_status(url: str) -> GatewayStatus:
@@ -93,8 +96,25 @@ def print_census(status: GatewayStatus, console: Console) -> None:
             verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
             table.add_row(name, *(str(census[one]) for one in PAGE_CLASSES), str(census["total"]), verdict)
     console.print(table)
+    _print_tiers(status, console)
     if all_idle(status):
         console.print("[green]Every page of every worker is free or cached.[/]")
+
+
+def _print_tiers(status: GatewayStatus, console: Console) -> None:
+    """What lies below the pools, where there is anything."""
+    table = _table("Tiers", "worker", "level", ">used", ">of", ">read", ">missed", ">written", ">damaged", ">failed")
+    for worker in status.workers:
+        counters = _account(status, worker.worker).counters
+        for level in LEVELS:
+            found = {
+                name: counters[counter] for name in LEVEL_COUNTERS if (counter := f"tiers.{level}.{name}") in counters
+            }
+            if found:
+                used, capacity, *counts = found.values()
+                table.add_row(worker.worker, level, format_bytes(used), format_bytes(capacity), *map(str, counts))
+    if table.row_count:
+        console.print(table)
 
 
 def is_idle(census: dict[str, int]) -> bool:

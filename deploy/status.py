@@ -61,3 +61,4 @@ class WorkerAccount(Struct, frozen=True, kw_only=True):
     census: dict[str, int] = {}
     components: dict[str, dict[str, int]] = {}  # those of the others
     lanes: list[LaneState] = []
+    counters: dict[str, int] = {}

@@ -109,6 +109,21 @@ def test_pages_in_use_and_pages_lost_are_told_apart() -> None:
     assert "1 LOST" in shown_by(print_status, lost)
 
 
+def test_levels_below_the_pools_have_a_line() -> None:
+    assert "Tiers" not in shown_by(print_status, status_with())
+    status = status_with()
+    names = ("used_bytes", "capacity_bytes", "hits", "misses", "written", "damaged", "failed_writes")
+    disk = dict(zip(names, (5 << 30, 64 << 30, 123456, 7, 654321, 3, 0), strict=True))
+    status.details["decode-0"]["counters"] = {  # type: ignore[index]
+        **{f"tiers.disk.{name}": value for name, value in disk.items()},
+        **{f"tiers.host.{name}": 0 for name in names},
+        "tiers.restores": 9,
+    }
+    lines = [line.split() for line in shown_by(print_status, status).splitlines()]
+    assert ["decode-0", "disk", "5.0", "GiB", "64.0", "GiB", "123456", "7", "654321", "3", "0"] in lines
+    assert ["decode-0", "host", "0", "B", "0", "B", "0", "0", "0", "0", "0"] in lines
+
+
 def test_every_component_has_a_line_and_a_verdict() -> None:
     status = status_with()
     slots = {**dict.fromkeys(IDLE, 0), "free": 5, "incoming": 1, "total": 6}
