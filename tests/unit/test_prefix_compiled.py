@@ -70,7 +70,7 @@ def test_of_several_processes_one_compiles(tmp_path: Path) -> None:
         pytest.skip(str(error))
     slow = fake_compiler(tmp_path / "c++", f'cp {library} "$2"')
     workers = [start(CXX=slow, BATON_CACHE_DIR=str(tmp_path / "cache")) for _ in range(3)]
-    assert [worker.communicate(timeout=60) for worker in workers] == [("RadixCacheCpp\n", "")] * 3
+    assert [worker.communicate(timeout=60)[0] for worker in workers] == ["RadixCacheCpp\n"] * 3
     assert len(Path(f"{slow}.log").read_text().split()) == 1
 
 

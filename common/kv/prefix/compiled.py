@@ -1,8 +1,8 @@
 """The compiled core of the prefix tree (csrc/): how it is built, loaded and called. Knows no lease, match or token: it
 passes what `radix_cpp.RadixCacheCpp` says to the C++ functions and takes their answers apart.
 
-Owns: the foreign signatures, the life of a compiled tree, and the one line in the log of a process that has to do
-without. Never: touches memory that C++ owns after the next call, or after the tree is gone.
+Owns: the foreign signatures, the life of a compiled tree, and what the log says of the build or the lack of it.
+Never: touches memory that C++ owns after the next call, or after the tree is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_int64, c_void_p
 from pathlib import Path
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +137,7 @@ class CompiledTree:
         self.books = Books.from_address(library.books(self.pointer))
         weakref.finalize(self, library.destroy, self.pointer)
 
-    def __reduce__(self) -> str:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a compiled tree does not leave its process")
 
     def done(self, status: int) -> Reply:
@@ -184,7 +184,7 @@ def compiled_library() -> CompiledLibrary | None:
 
 def load_library() -> CompiledLibrary:
     """Compiles it if this machine has not done so yet. Raises BuildError."""
-    path = built(LIBRARY)
+    path = built(LIBRARY, lambda message: _log.info("prefix_tree_build", message=message))
     try:
         return CompiledLibrary(path)
     except OSError as error:
