@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert result.short_pages > 0
             order = (Component.SWA, Component.FULL, Component.STATE)
             assert result.short_pages == next(short[one] for one in order if short.get(one, 0) > 0)
-        assert self.available() == before or request.kv is not None
+        assert self.available() == before
         return False
 
     # ------------------------------------------------------------------------------------ allocation

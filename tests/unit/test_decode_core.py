@@ -319,6 +319,26 @@ def _moved(rig: Rig, name: str) -> tuple[int, int]:
     return timeline.transferred_tokens, timeline.prefill_cached_tokens
 
 
+def test_a_retracted_request_leaves_nothing_in_the_cache_that_was_planned_and_not_computed() -> None:
+    """It was planned, its newest position filled a page, and then somebody behind it in the same step needed room."""
+    rig = Rig(decode_engine(pages=7, num_reserved_decode_tokens=0))
+    rig.submit("first turn", prompt_of(6, 1), SamplingParams(max_tokens=3), session=("s", 0))
+    rig.settle()
+    prompt, sampling = prompt_of(9), SamplingParams(max_tokens=10)
+    conversation = np.concatenate((prompt_of(6, 1), np.array(rig.gateway.tokens["first turn"]), prompt_of(5, 2)))
+    rig.submit("planned", prompt, sampling)
+    rig.submit("second turn", conversation, sampling, session=("s", 1))  # dearer: little of it is shared
+    while not rig.decode.core.retractions:
+        rig.run(rig.prefill.step() or [])
+        rig.run(rig.decode.step() or [])
+    known = np.concatenate((prompt, np.array(rig.gateway.tokens["planned"])))
+    assert len(known) == 12, "three pages, and the last position of them was to be computed"
+    assert rig.decode.pool.match_len(known) == 8
+    rig.settle()
+    assert rig.gateway.tokens["planned"] == answer(prompt, sampling)
+    assert rig.gateway.tokens["second turn"] == answer(conversation, sampling)
+
+
 def test_the_last_one_that_does_not_fit_fails_clearly() -> None:
     rig = Rig(decode_engine(pages=8))
     rig.submit("r", prompt_of(20), SamplingParams(max_tokens=60))

@@ -247,6 +247,31 @@ def test_a_turn_and_a_retraction() -> None:
     turn(rig, 2, joined(second, said(rig, "s1"), prompt_of(4, 2)))
 
 
+def test_a_retracted_turn_shares_what_it_finds_when_it_comes_back() -> None:
+    """Not what the session's first turn shared: that was evicted meanwhile."""
+    rig = Rig(decode_engine(16, 4, num_reserved_decode_tokens=0))
+    first = prompt_of(21, 1)
+    answer = turn(rig, 0, first, SamplingParams(max_tokens=3))
+    rig.submit("grows", prompt_of(3), SamplingParams(max_tokens=30))
+    for _ in range(12):
+        rig.run(rig.prefill.step() or [])
+        rig.run(rig.decode.step() or [])
+    second, sampling = joined(first, answer, prompt_of(2, 2)), SamplingParams(max_tokens=12)
+    rig.submit("s1", second, sampling, session=(SESSION, 1))
+    while not rig.decode.core.retractions:
+        assert "s1" not in rig.gateway.finals
+        rig.run(rig.prefill.step() or [])
+        rig.run(rig.decode.step() or [])
+    rig.decode.pool.clear_cache()
+    rig.settle()
+    assert said(rig, "s1") == fake_generate(second, GREEDY, 12)
+    assert slots(rig) == ["session s"]
+    turn(rig, 2, joined(second, said(rig, "s1"), prompt_of(4, 2)))
+    rig.settle()
+    rig.tell(CloseSession(session_id=SessionId(SESSION)))
+    rig.assert_clean()
+
+
 def test_drain_gives_sessions_up() -> None:
     rig = Rig()
     turn(rig, 0, prompt_of(21))

@@ -21,9 +21,10 @@ from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.parts import PoolParts
-from baton.common.kv.pool import KvPool, PreAllocated, Refused
+from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.prefix.chunk import ChunkCache
 from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.rows import RowTable
@@ -32,13 +33,11 @@ from baton.common.kv.supply import Supply
 from baton.common.kv.transitions import TransitionLog
 from baton.common.kv.window import SlidingWindow
 
-PARTS = (
-    PageAllocator, RowTable, UnifiedRadixCache, ChunkCache, SlidingWindow, StateSlots, Supply, PoolParts, TransitionLog,
-)  # fmt: skip
+CACHES = (UnifiedRadixCache, RadixCacheCpp, ChunkCache)
+"""A cache is one part, whatever it is made of: what it calls of itself is not a step of the pool's."""
+PARTS = (*CACHES, PageAllocator, RowTable, SlidingWindow, StateSlots, Supply, PoolParts, TransitionLog)
 GIVES_BACK = {"free", "unlock", "release", "give_back", "_take_back"}
 """These, and what they call, never fail."""
-OF_CACHES_WITHIN = (UnifiedRadixCache, ChunkCache)
-"""A cache is one part, whatever it is made of: what it calls of itself is not a step of the pool's."""
 
 
 class InjectedError(Exception):
@@ -80,7 +79,7 @@ def guarded(wire: Wire, part: type, name: str, function: Callable[P, R]) -> Call
             return function(*args, **kwargs)
         if name not in GIVES_BACK:
             wire.step(f"{part.__name__}.{name}")
-            if part not in OF_CACHES_WITHIN:
+            if part not in CACHES:
                 return function(*args, **kwargs)
         with wire.safe():
             return function(*args, **kwargs)
@@ -127,14 +126,16 @@ class World:
     def check(self) -> None:
         held = [(name, one.kv) for name, one in (("holder", self.holder), ("other", self.other)) if one.kv is not None]
         InvariantChecker().check(self.pool, [Holding(OwnerClass.REQUEST, name, record) for name, record in held])
+        for _, record in held:
+            assert record.swa_promised == self.pool.parts.needed(Component.SWA, record.kv_allocated_len)
 
 
 def seq(length: int, start: int = 0) -> list[int]:
     return list(range(start, start + length))
 
 
-def compute(pool: KvPool, holder: Holder, tokens: list[int], until: int) -> None:
-    """What is promised already, in steps of a page; offered to the tree where it is a whole page."""
+def compute(pool: KvPool, holder: Holder, until: int) -> None:
+    """What is promised already, in steps of a page."""
     record = holder.record
     while record.kv_committed_len < until:
         end = min(record.kv_committed_len + pool.page_size, until)
@@ -147,7 +148,7 @@ def cache(pool: KvPool, tokens: list[int]) -> None:
     """Leaves all of it in the tree, unlocked: with a live window, and with a checkpoint at its end."""
     holder = Holder()
     assert isinstance(pool.pre_alloc(holder, tokens, len(tokens), len(tokens)), PreAllocated)
-    compute(pool, holder, tokens, len(tokens))
+    compute(pool, holder, len(tokens))
     pool.release_kv_cache(holder, tokens)
 
 
@@ -162,13 +163,13 @@ def roomy(layout: KvLayout, cache_name: PrefixCacheName) -> World:
     return World(make_pool(layout, cache_name, dict.fromkeys(Component, 60)))
 
 
-def full(layout: KvLayout) -> World:
+def full(layout: KvLayout, cache_name: PrefixCacheName) -> World:
     """The beginning of the holder's tokens is cached, and what else is free of any component is cached too: whatever
     is allocated must be evicted first."""
-    world = World(make_pool(layout, "radix", {Component.FULL: 15, Component.SWA: 13, Component.STATE: 4}))
+    world = World(make_pool(layout, cache_name, {Component.FULL: 15, Component.SWA: 13, Component.STATE: 4}))
     pool, ps = world.pool, layout.page_size
     assert isinstance(pool.pre_alloc(world.other, seq(4 * ps, 9000), 4 * ps, 0), PreAllocated)
-    compute(pool, world.other, seq(4 * ps, 9000), 4 * ps)
+    compute(pool, world.other, 4 * ps)
     for number in range(5):
         cache(pool, seq(2 * ps, 1000 + 100 * number))
     cache(pool, seq(3 * ps))
@@ -176,9 +177,10 @@ def full(layout: KvLayout) -> World:
 
 
 WORLDS: dict[str, Callable[[KvLayout], World]] = {
-    "roomy": lambda layout: roomy(layout, "radix"),
-    "full": full,
-    "nothing is shared": lambda layout: roomy(layout, "chunk"),
+    "roomy": lambda layout: roomy(layout, "UnifiedRadixCache"),
+    "full": lambda layout: full(layout, "UnifiedRadixCache"),
+    "full, with a compiled tree": lambda layout: full(layout, "RadixCacheCpp"),
+    "nothing is shared": lambda layout: roomy(layout, "ChunkCache"),
 }
 
 # ---------------------------------------------------------------------------------------- what is made to fail
@@ -198,7 +200,7 @@ def promised(allocated: float, committed: float) -> Callable[[KvPool, Holder, in
     def make(pool: KvPool, holder: Holder, ps: int) -> None:
         tokens = seq(length(allocated, ps))
         assert isinstance(pool.pre_alloc(holder, tokens, len(tokens), len(tokens)), PreAllocated)
-        compute(pool, holder, tokens, length(committed, ps))
+        compute(pool, holder, length(committed, ps))
 
     return make
 
@@ -318,15 +320,43 @@ def test_an_exception_at_any_step_undoes_the_earlier_ones(
 
 @pytest.mark.parametrize("layout", layouts(4))
 @pytest.mark.parametrize("case", CASES)
-def test_also_where_no_prefixes_are_shared(wire: Wire, case: str, layout: str) -> None:
-    fail_at_every_step(wire, "nothing is shared", case, layout, 4)
+@pytest.mark.parametrize("world", ["nothing is shared", "full, with a compiled tree"])
+def test_also_with_another_prefix_cache(wire: Wire, world: str, case: str, layout: str) -> None:
+    fail_at_every_step(wire, world, case, layout, 4)
+
+
+NEEDS_PAGES = [
+    "extend, first", "extend, later", "decode, a token", "decode, several", "pre_alloc, first", "pre_alloc, longer",
+    "pre_alloc, back and longer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in layouts(4).items() if layout.full])
+@pytest.mark.parametrize("case", NEEDS_PAGES)
+def test_a_refusal_changes_nothing_either(case: str, layout: str) -> None:
+    """For want of pages of full attention, which are taken after the window's promise."""
+    sizes = {Component.FULL: 16, Component.SWA: 60, Component.STATE: 9}
+    made = World(make_pool(layouts(4)[layout], "UnifiedRadixCache", sizes))
+    pool, holder = made.pool, made.holder
+    CASES[case].before(pool, holder, 4)
+    rest = seq(4 * pool.free_pages, 9000)
+    assert isinstance(pool.pre_alloc(made.other, rest, len(rest), 0), PreAllocated)
+    before = books_of(made)
+    refused = CASES[case].operation(pool, holder, 4)
+    assert isinstance(refused, Refused)
+    assert refused.reason is RefusalReason.NO_PAGES
+    made.check()
+    assert books_of(made) == before
+    pool.release_kv_cache(made.other, rest)
+    assert not isinstance(CASES[case].operation(pool, holder, 4), Refused)
+    made.check()
 
 
 def test_what_is_made_to_fail_is_what_an_allocation_consists_of(wire: Wire) -> None:
     """Of the whole: with a prefix to lock, and something of every component to evict."""
     fail_at_every_step(wire, "full", "extend, first", "full+swa+state", 4)
-    cache, evictions = "UnifiedRadixCache", [call for call in wire.calls if call == "UnifiedRadixCache.evict"]
-    assert len(evictions) == len(Component)
+    cache = UnifiedRadixCache.__name__
+    assert wire.calls.count(f"{cache}.evict") == len(Component)
     assert set(wire.calls) >= {
         f"{cache}.match_prefix", f"{cache}.lock", f"{cache}.pages", "RowTable.acquire", "RowTable.write",
         "SlidingWindow.promise", "SlidingWindow.draw", "StateSlots.checkpoint", "Supply.obtain", "Supply.evict",
