@@ -23,7 +23,7 @@ from baton.common.engine.fake_runner import fake_answer, fake_generate
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId
 from baton.common.kv.census import OwnerClass
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import CancelRequest, FinishAck, Output, SamplingParams, Submitted
 from baton.transfer.api import AbortSink, OfferReceived, OpenSink, ShipRegion
 
@@ -320,8 +320,13 @@ def _moved(rig: Rig, name: str) -> tuple[int, int]:
 
 
 def test_a_retracted_request_leaves_nothing_in_the_cache_that_was_planned_and_not_computed() -> None:
-    """It was planned, its newest position filled a page, and then somebody behind it in the same step needed room."""
-    rig = Rig(decode_engine(pages=7, num_reserved_decode_tokens=0))
+    """It was planned, its newest position filled a page, and then somebody behind it in the same step needed room: of
+    the window, so that pages of full attention are not wanted and would stay in the cache."""
+    layout = KvLayout(4, window=8)
+    rig = Rig(
+        decode_engine(layout=layout, swa_pages=7, num_reserved_decode_tokens=0, chunk_tokens=8),
+        prefill_engine(layout=layout),
+    )
     rig.submit("first turn", prompt_of(6, 1), SamplingParams(max_tokens=3), session=("s", 0))
     rig.settle()
     prompt, sampling = prompt_of(9), SamplingParams(max_tokens=10)
@@ -335,8 +340,8 @@ def test_a_retracted_request_leaves_nothing_in_the_cache_that_was_planned_and_no
     assert len(known) == 12, "three pages, and the last position of them was to be computed"
     assert rig.decode.pool.match_len(known) == 8
     rig.settle()
-    assert rig.gateway.tokens["planned"] == answer(prompt, sampling)
-    assert rig.gateway.tokens["second turn"] == answer(conversation, sampling)
+    assert rig.gateway.tokens["planned"] == fake_generate(prompt, sampling, 10, layout=layout)
+    assert rig.gateway.tokens["second turn"] == fake_generate(conversation, sampling, 10, layout=layout)
 
 
 def test_the_last_one_that_does_not_fit_fails_clearly() -> None:
