@@ -53,7 +53,7 @@ class TiersConfig:
     external_bytes: int = 64 << 30  # of all together
     write: Literal["through", "back"] = "through"  # to every level at once; or to the next when one gives a page up
     restore_min_pages: int = 2  # fewer are not worth asking for: a prefill worker sends them with the rest
-    restore_deadline_s: float = 2.0  # a slower restore is cut short; what has landed is kept
+    restore_deadline_s: float = 2.0  # a slower restore or copy of a retracted request is cut short; what landed stays
     max_queued_jobs: int = 64  # stores beyond it are dropped, restores come back empty
 
     @property

@@ -114,7 +114,6 @@ class DecodeCore:
         self._numbers = 0
         self._steps = 0
         self._draining = False
-        self._storing = 0  # retracted requests whose pages are being copied
         self.retractions = 0
         self.restored_tokens = 0
         self.stray_messages = 0
@@ -163,14 +162,14 @@ class DecodeCore:
             self._fail(self._requests[key], ErrorCode.DEADLINE_EXCEEDED, reason, now)
         self._outbox.on_timer(now)
         self._sessions.expire(now)
-        self._commands += self._restores.cut_short(now)
+        self._commands += [*self._restores.cut_short(now), *self._stores.cut_short(now)]
         self._admit(now)
         return self._take_out()
 
     def next_deadline(self) -> float | None:
         if self._outbox.waiting or self._commands:
             return 0.0
-        parts = (self._outbox, self._sessions, self._restores)
+        parts = (self._outbox, self._sessions, self._restores, self._stores)
         due = (self._deadlines.next_s(), *(part.next_deadline() for part in parts))
         return min((at_s for at_s in due if at_s is not None), default=None)
 
@@ -352,7 +351,7 @@ class DecodeCore:
     def _admit(self, now: float) -> None:
         """Promises pages to waiting requests for as long as they fit, and starts filling them. Nobody is let in before
         one who is on his way out."""
-        while not self._storing and (verdict := self._waiting.admit(self._active())) is not None:
+        while not self._stores.awaited and (verdict := self._waiting.admit(self._active())) is not None:
             request, allocation = verdict
             if isinstance(allocation, PreAllocated):
                 self._start(request, now)
@@ -420,7 +419,6 @@ class DecodeCore:
         self._waiting.stir()
         if request is None:
             return
-        self._storing -= 1
         match request.state:
             case Storing():
                 self._push_back(request, now)
@@ -527,7 +525,7 @@ class DecodeCore:
         no_pages = refused.reason is RefusalReason.NO_PAGES
         if no_pages and self._sessions.release_oldest():
             return True
-        if no_pages and self._storing:
+        if no_pages and self._stores.awaited:
             return False
         victim = choose_victim([*self._compute.running, *self._compute.prefilling])
         if victim is not None and no_pages:
@@ -546,12 +544,11 @@ class DecodeCore:
         if times.running_since_s is not None:
             times.decode_s += now - times.running_since_s
             times.running_since_s = None
-        backup = self._stores.retract(request)
+        backup = self._stores.retract(request, now)
         if backup is None:
             self._push_back(request, now)
             return True
         request.state = Storing()
-        self._storing += 1
         self._commands.append(backup)
         return False
 
@@ -634,7 +631,7 @@ class DecodeCore:
     # ------------------------------------------------------------------------------------------ reporting
 
     def load(self) -> Load:
-        in_transfer = len(self._handoffs) + len(self._restores) + self._storing
+        in_transfer = len(self._handoffs) + len(self._restores) + self._stores.awaited
         return Load(
             queued=len(self._waiting),
             running=len(self._compute.running) + len(self._compute.prefilling) + in_transfer,

@@ -9,7 +9,9 @@ it happens when they are next in line to be evicted and fewer than a `SHARE`-th 
 that nobody who needs a page waits for it. What must be evicted before it was copied is lost to the tiers, as cached
 pages may be.
 
-At most a `SHARE`-th of the pool is being stored for the cache at a time: the rest can always be evicted.
+At most a `SHARE`-th of the pool is being stored for the cache at a time: the rest can always be evicted. Others wait
+for the pages of a retracted request; so its store is cut short when it takes too long, and nobody waits for it any
+more, whether it ends or not (a tier may hang).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy.typing as npt
 from baton.common.config import TiersConfig
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import I32, NO_IDS, PrefixLease, PrefixMatch
-from baton.common.kv.tiers.api import JobId, PagesStored, StorePages, can_be_tiered
+from baton.common.kv.tiers.api import AbortStore, JobId, PagesStored, StorePages, can_be_tiered
 from baton.common.kv.tiers.keys import KEY_BYTES, PageKey, PageKeys
 from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest
@@ -31,14 +33,16 @@ from baton.decode.request import DecodeRequest
 SHARE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Store:
-    """What one store reads, and who keeps it in place: `lease`, or the record of `retracted`."""
+    """What one store reads, and who keeps it in place: `lease`, or the record of `retracted`, for which others wait
+    until `deadline_s` (None: nobody does, any more)."""
 
     keys: tuple[PageKey, ...]
     pages: I32
     lease: PrefixLease | None
     retracted: DecodeRequest | None
+    deadline_s: float | None = None
 
 
 class Stores:
@@ -49,6 +53,7 @@ class Stores:
         self._keys = keys if can_be_tiered(pool.layout) else None
         self._through = config.write == "through"
         self._least_pages = config.restore_min_pages
+        self._most_s = config.restore_deadline_s
         self._most_pages = max(1, pool.total_pages // SHARE)
         self._count = 0
         self._open: dict[JobId, _Store] = {}
@@ -63,13 +68,18 @@ class Stores:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def awaited(self) -> int:
+        """Retracted requests whose pages are worth waiting for."""
+        return sum(store.deadline_s is not None for store in self._open.values())
+
     def cached(self, tokens: I32) -> list[StorePages]:
         """Tokens were offered to the tree: what of its pages goes down now."""
         if self._keys is None:
             return []
         return self._of_the_tree(tokens) if self._through else self._ahead_of_eviction()
 
-    def retract(self, request: DecodeRequest) -> StorePages | None:
+    def retract(self, request: DecodeRequest, now: float) -> StorePages | None:
         """A running request is to give its pages back: they go down first. None: not worth it."""
         if self._keys is None:
             return None
@@ -81,7 +91,19 @@ class Stores:
         new = self._new(keys, pages)
         if len(new) < self._least_pages:
             return None
-        return self._begin(keys, pages, new, None, request)
+        command = self._begin(keys, pages, new, None, request)
+        self._open[command.job].deadline_s = now + self._most_s
+        return command
+
+    def cut_short(self, now: float) -> list[AbortStore]:
+        """Those that take too long for who waits for their pages. Each once."""
+        late = [job for job, one in self._open.items() if one.deadline_s is not None and one.deadline_s <= now]
+        for job in late:
+            self._open[job].deadline_s = None
+        return [AbortStore(job) for job in late]
+
+    def next_deadline(self) -> float | None:
+        return min((one.deadline_s for one in self._open.values() if one.deadline_s is not None), default=None)
 
     def go_on(self, event: PagesStored) -> list[StorePages]:
         """A store has ended, and others may be begun."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from baton.common.kv.layout import KvLayout
 from baton.common.kv.tiers.api import (
     AbortRestore,
+    AbortStore,
     JobId,
     PagesRestored,
     PagesStored,
@@ -72,6 +73,7 @@ class SimTier:
         self._settings = process.world.settings
         self._rng = process.world.rng
         self._aborted: dict[JobId, bool] = {}  # of the restores under way
+        self._stores_over: set[JobId] = set()
         self._jobs = 0
 
     @property
@@ -91,6 +93,8 @@ class SimTier:
                 self._jobs += 1
                 self._aborted[job] = False
                 self._restore_from(command, 0)
+            case AbortStore(job):
+                self._stores_over.add(job)
             case AbortRestore(job):
                 if job in self._aborted:
                     self._aborted[job] = True
@@ -102,7 +106,8 @@ class SimTier:
         self._process.after(self._rng.random() * self._settings.tier_page_s, action, "tier")
 
     def _store_from(self, command: StorePages, at: int) -> None:
-        if at < len(command.keys) and self._rng.random() >= self._settings.tier_loss:
+        over = at == len(command.keys) or command.job in self._stores_over
+        if not over and self._rng.random() >= self._settings.tier_loss:
             page = int(command.page_ids[at])
             self._process.assert_copied_from(page)
             self._store.put(command.keys[at], self._pages[page])

@@ -33,7 +33,7 @@ from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.configurations import CONFIGURATIONS, shares_prefixes
 from baton.common.kv.prefix.names import PrefixCacheName
-from baton.common.kv.tiers.api import AbortRestore, TierCommand, TierEvent
+from baton.common.kv.tiers.api import AbortRestore, AbortStore, TierCommand, TierEvent
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import open_tiers
@@ -175,7 +175,7 @@ class ThreadedTiers:
         self.thread.start()
 
     def take(self, command: TierCommand) -> list[TierEvent]:
-        self._unanswered += not isinstance(command, AbortRestore)
+        self._unanswered += not isinstance(command, AbortRestore | AbortStore)
         self.thread.post(command)
         return []
 

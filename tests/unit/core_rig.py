@@ -22,6 +22,7 @@ from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.kv.tiers.api import (
     AbortRestore,
+    AbortStore,
     PagesRestored,
     PagesStored,
     RestorePages,
@@ -220,10 +221,13 @@ class TierStub:
         self.pages: dict[PageKey, np.ndarray] = {}
         self.holds: Callable[[TierCommand], bool] = lambda command: False
         self.held: list[StorePages | RestorePages] = []
+        self.refuses = False  # what comes, not what is held: as a tier thread whose level does not move
 
     def take(self, command: TierCommand) -> list[TierEvent]:
-        if isinstance(command, AbortRestore):
+        if isinstance(command, AbortRestore | AbortStore):
             return []
+        if self.refuses:
+            return [self.carry_out(command, 0)]
         if self.holds(command):
             self.held.append(command)
             return []
@@ -345,7 +349,7 @@ class Rig:
                     self._open(effect)
                 case AbortSink(key, failure):
                     self.end(key, failure)
-                case StorePages() | RestorePages() | AbortRestore():
+                case StorePages() | RestorePages() | AbortStore() | AbortRestore():
                     for answer in self.tier.take(effect):
                         self.run(self.decode.handle(answer))
                 case ShipRegion():

@@ -10,7 +10,7 @@ from baton.common.config import TiersConfig
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.errors import ErrorCode
 from baton.common.kv.census import OwnerClass
-from baton.common.kv.tiers.api import AbortRestore, RestorePages, StorePages
+from baton.common.kv.tiers.api import AbortRestore, AbortStore, RestorePages, StorePages
 from baton.common.messages import CloseSession, SamplingParams, Timeline
 from baton.transfer.api import OpenSink
 
@@ -320,6 +320,27 @@ def test_a_request_that_is_being_copied_computes_no_more() -> None:
     assert [rig.gateway.tokens[f"r{index}"] for index in range(3)] == [answer(prompt) for prompt in prompts]
     assert timeline_of(rig, "r0").retractions == 1
     rig.assert_clean()
+
+
+def test_a_tier_that_hangs_stops_nobody_but_whose_pages_it_reads() -> None:
+    rig = tiered(pages=24, num_reserved_decode_tokens=0)
+    crowd(rig)
+    hold_backups(rig)
+    rig.settle()
+    assert rig.decode.core.next_deadline() == pytest.approx(rig.decode.now + THROUGH.restore_deadline_s)
+    rig.submit("new", prompt_of(5, 9))
+    # The page it reads is never read to its end; what comes now is refused, as by a tier thread that sees that.
+    rig.tier.refuses = True
+    rig.run(rig.decode.pass_time(THROUGH.restore_deadline_s))
+    rig.settle()
+    assert len(all_of(rig, AbortStore)) == 1
+    hung = [index for index in range(4) if f"r{index}" not in rig.gateway.finals]
+    assert len(hung) == 1
+    assert rig.gateway.tokens["new"] == answer(prompt_of(5, 9))
+    assert rig.decode.core.next_deadline() != 0.0
+    rig.release_tier()
+    rig.settle()
+    assert_all_right(rig)
 
 
 @pytest.mark.parametrize("stored", [0, 1 << 30])

@@ -17,6 +17,7 @@ from baton.common.kv.pool import KvPool, PreAllocated
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.tiers.api import (
     AbortRestore,
+    AbortStore,
     JobId,
     PagesRestored,
     PagesStored,
@@ -156,14 +157,14 @@ def test_models_with_sliding_or_recurrent_layers_are_left_alone(layout: KvLayout
     one = admitted(kv, prompt(41))
     assert not can_be_tiered(layout)
     assert restores(kv).begin(one, 0.0) is None
-    assert stores(kv).retract(running(kv, 41, outputs=2)) is None
+    assert stores(kv).retract(running(kv, 41, outputs=2), 0.0) is None
     assert stores(kv).cached(prompt(41)) == []
 
 
 def test_without_tiers_nothing_is_asked() -> None:
     kv = pool()
     assert restores(kv, keys=None).begin(admitted(kv, prompt(41)), 0.0) is None
-    assert stores(kv, keys=None).retract(running(kv, 41, outputs=2)) is None
+    assert stores(kv, keys=None).retract(running(kv, 41, outputs=2), 0.0) is None
     cached(kv, prompt(41, seed=1))
     assert stores(kv, keys=None).cached(prompt(41, seed=1)) == []
 
@@ -374,12 +375,12 @@ def test_a_retracted_request_is_copied_up_to_its_last_whole_page() -> None:
     kv = pool()
     planner = stores(kv)
     one = running(kv, 41, outputs=9)  # KV of 49 tokens
-    command = planner.retract(one)
+    command = planner.retract(one, 0.0)
     assert command is not None
     assert list(command.keys) == KEYS.of(one.known_tokens[:48])
     assert np.array_equal(command.page_ids, kv.pages_of(one.record, 0, 48))
     assert planner.end(PagesStored(command.job, 12)) is one
-    assert planner.retract(one) is None, "there already"
+    assert planner.retract(one, 0.0) is None, "there already"
 
 
 def test_a_position_that_was_planned_and_not_computed_is_not_copied() -> None:
@@ -387,9 +388,26 @@ def test_a_position_that_was_planned_and_not_computed_is_not_copied() -> None:
     one = running(kv, 41, outputs=7)  # KV of 47 tokens is there
     kv.prepare_for_decode(one)
     assert one.record.kv_committed_len == 48
-    command = stores(kv).retract(one)
+    command = stores(kv).retract(one, 0.0)
     assert command is not None
     assert list(command.keys) == KEYS.of(one.known_tokens[:44])
+
+
+def test_a_slow_copy_is_cut_short_once_and_waited_for_no_longer() -> None:
+    kv = pool()
+    planner = stores(kv)
+    cached(kv, prompt(40, seed=1))
+    store(planner, prompt(40, seed=1))
+    assert (planner.awaited, planner.next_deadline()) == (0, None), "nobody waits for what the tree keeps"
+    one = running(kv, 41, outputs=9)
+    command = planner.retract(one, 1.0)
+    assert command is not None
+    assert (planner.awaited, planner.next_deadline()) == (1, 6.0)
+    assert planner.cut_short(5.9) == []
+    assert planner.cut_short(6.0) == [AbortStore(command.job)]
+    assert planner.cut_short(99.0) == []
+    assert (planner.awaited, planner.next_deadline()) == (0, None)
+    assert planner.end(PagesStored(command.job, 3)) is one
 
 
 def test_what_was_stored_of_the_prompt_is_not_copied_again() -> None:
@@ -398,12 +416,12 @@ def test_what_was_stored_of_the_prompt_is_not_copied_again() -> None:
     one = running(kv, 41, outputs=9)
     kv.cache_finished_req(one, one.fill_tokens, kv_len_to_handle=40)
     planner.end(PagesStored(store(planner, prompt(40)).job, 10))
-    command = planner.retract(one)
+    command = planner.retract(one, 0.0)
     assert command is not None
     assert list(command.keys) == KEYS.of(one.known_tokens[:48])[10:]
     two = admitted(kv, prompt(41), outputs=4)
     kv.commit_incoming(two.record, 44)
-    assert planner.retract(two) is None, "one new page is not worth it"
+    assert planner.retract(two, 0.0) is None, "one new page is not worth it"
 
 
 # ----------------------------------------------------------------------------------------------- all together

@@ -15,6 +15,7 @@ from tier_rig import PAGE_BYTES, content, disk, host, key
 from baton.common.clock import VirtualClock
 from baton.common.kv.tiers.api import (
     AbortRestore,
+    AbortStore,
     JobId,
     PagesRestored,
     PagesStored,
@@ -270,6 +271,27 @@ def test_a_restore_that_was_not_begun_is_given_back_at_once(rig: Make) -> None:
     assert not one.pool[11].any()
 
 
+def test_a_store_is_given_up_at_the_next_page_or_at_once(rig: Make) -> None:
+    store = GatedStore()
+    one = rig(store)
+    gate(store)
+    begun = one.store([0, 1, 2], [1, 2, 3])
+    assert store.entered.get(timeout=WAIT_S) == key(0)
+    waiting = one.store([3], [4])
+    one.thread.post(AbortStore(waiting))
+    assert one.answers.get_nowait() == PagesStored(waiting, 0)
+    one.thread.post(AbortStore(begun))
+    assert one.answers.empty(), "answered while a page was being read"
+    store.permits.release()
+    assert one.answer() == PagesStored(begun, 1)
+    one.thread.post(AbortStore(begun))  # late: it has been answered
+    last = one.store([4], [5])
+    store.permits.release()
+    assert one.answer() == PagesStored(last, 1)
+    assert store.order == [("write", key(0)), ("write", key(4))]
+    assert one.counter("dropped_stores") == 1
+
+
 def test_an_abort_of_nothing_is_ignored(rig: Make) -> None:
     one = rig()
     one.abort(JobId(99))
@@ -311,6 +333,8 @@ def test_nobody_queues_behind_a_level_that_does_not_move(rig: Make) -> None:
     one.clock.advance_to(STALL_S + 0.1)
     refused = one.restore([5], [11])
     assert one.answers.get_nowait() == PagesRestored(refused, 0)
+    dropped = one.store([6], [12])
+    assert one.answers.get_nowait() == PagesStored(dropped, 0)
     store.permits.release()
     assert [one.answer(), one.answer()] == [PagesStored(slow, 1), PagesRestored(waits, 0)]
     for page in (12, 13):  # an idle thread is not a slow one

@@ -56,6 +56,13 @@ class AbortRestore:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortStore:
+    """Stop at the next page. The answer is the store's `PagesStored`; none follows when it has been given."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PagesStored:
     """Nobody reads the pages any more. The first `pages` of them were taken; 0 when the job was dropped."""
 
@@ -72,5 +79,5 @@ class PagesRestored:
     pages: int
 
 
-TierCommand = StorePages | RestorePages | AbortRestore
+TierCommand = StorePages | RestorePages | AbortStore | AbortRestore
 TierEvent = PagesStored | PagesRestored

@@ -6,7 +6,7 @@ the job that lends it (`api` says who owns what meanwhile).
 Order: restores first (a request waits for each), also between two pages of a store. Overflow: a store that finds
 `max_queued_jobs` waiting is dropped and counted; a restore is answered with nothing restored, and so the request goes
 to a prefill worker. While one copy of a page takes longer than `STALL_S` (a network file system that hangs), new
-restores are answered the same way: nobody else waits for a level that does not move.
+jobs are answered the same ways: nobody else waits for a level that does not move.
 
 Answers: every job is answered once. The answer of a restore comes after its last byte was written: that is the fence an
 abort waits for. A job that was not begun is answered at once by whoever aborts it.
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from baton.common.clock import Clock
 from baton.common.kv.tiers.api import (
     AbortRestore,
+    AbortStore,
     JobId,
     PagesRestored,
     PagesStored,
@@ -47,7 +48,7 @@ class TierCounters:
 
     stores: int = 0
     stored_pages: int = 0
-    dropped_stores: int = 0
+    dropped_stores: int = 0  # too many waiting, given up by who waited, or the level in use does not move
     restores: int = 0
     restored_pages: int = 0
     refused_restores: int = 0  # too many waiting, or the level in use does not move
@@ -61,6 +62,7 @@ class _Store:
     command: StorePages
     done: int = 0
     kept: int = 0
+    aborted: bool = False
 
 
 class TierThread:
@@ -126,8 +128,10 @@ class TierThread:
                     refusal = self._take_store(command)
                 case RestorePages():
                     refusal = self._take_restore(command)
+                case AbortStore():
+                    refusal = self._abort_store(command)
                 case AbortRestore():
-                    refusal = self._take_abort(command)
+                    refusal = self._abort_restore(command)
             self._changed.notify_all()
         if refusal is not None:
             self._deliver(refusal)
@@ -142,7 +146,7 @@ class TierThread:
 
     def _take_store(self, command: StorePages) -> PagesStored | None:
         assert len(command.keys) == len(command.page_ids), command
-        if self._closed or len(self._stores) >= self._max_queued_jobs:
+        if self._closed or self._stalled() or len(self._stores) >= self._max_queued_jobs:
             self._counters.dropped_stores += 1
             return PagesStored(command.job, 0)
         self._stores.append(_Store(command))
@@ -150,15 +154,28 @@ class TierThread:
 
     def _take_restore(self, command: RestorePages) -> PagesRestored | None:
         assert len(command.keys) == len(command.page_ids), command
-        since_s = self._copying_since_s
-        stalled = since_s is not None and self._clock.now() - since_s > STALL_S
-        if self._closed or stalled or len(self._restores) >= self._max_queued_jobs:
+        if self._closed or self._stalled() or len(self._restores) >= self._max_queued_jobs:
             self._counters.refused_restores += 1
             return PagesRestored(command.job, 0)
         self._restores.append(command)
         return None
 
-    def _take_abort(self, command: AbortRestore) -> PagesRestored | None:
+    def _stalled(self) -> bool:
+        since_s = self._copying_since_s
+        return since_s is not None and self._clock.now() - since_s > STALL_S
+
+    def _abort_store(self, command: AbortStore) -> PagesStored | None:
+        store = next((store for store in self._stores if store.command.job == command.job), None)
+        if store is None:
+            return None  # it has been answered
+        if store is self._storing:
+            store.aborted = True
+            return None
+        self._stores.remove(store)
+        self._counters.dropped_stores += 1
+        return PagesStored(command.job, store.kept)
+
+    def _abort_restore(self, command: AbortRestore) -> PagesRestored | None:
         if command.job == self._restoring:
             self._abort = True
             return None
@@ -229,4 +246,5 @@ class TierThread:
         """False: whoever lent the page wants it back, or the thread is to end."""
         with self._changed:
             self._copying_since_s = self._clock.now()
-            return not (self._closed or (self._restoring is not None and self._abort))
+            store_over = self._storing is not None and self._storing.aborted
+            return not (self._closed or store_over or (self._restoring is not None and self._abort))
