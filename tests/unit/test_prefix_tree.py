@@ -332,6 +332,17 @@ def test_a_locked_checkpoint_stays_and_the_oldest_other_goes(trees: Trees) -> No
     assert match_len(cache, 1, 8) == 0
 
 
+def test_a_new_checkpoint_does_not_inherit_the_use_of_the_one_before(trees: Trees) -> None:
+    cache = trees.recurrent()
+    cached(cache, ints(1), given([11], state=1))
+    cached(cache, ints(2), given([12], state=2))
+    lease = held(cache.lock(cache.match_prefix(ints(1))))
+    assert cache.evict(STATE, 1).state.tolist() == [2]
+    cache.unlock(lease, used=False)
+    cache.unlock(held(cache.insert(None, ints(2), given([13], state=3)).lease), used=False)
+    assert cache.evict(STATE, 1).state.tolist() == [3]
+
+
 def test_a_match_whose_checkpoint_was_evicted_since_is_refused(trees: Trees) -> None:
     cache = trees.recurrent()
     cached(cache, ints(1, 2), given([11, 12], state=1))
