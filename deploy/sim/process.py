@@ -389,6 +389,7 @@ class WorkerProcess(MemberProcess):
             and self.endpoint.live_sources == 0
             and self.data.quiet
             and self.tier.quiet
+            and not self.pool.copying  # what the tier has not heard of yet
         )
 
 
