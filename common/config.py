@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from baton.common.errors import ConfigError
-from baton.common.kv.prefix.names import PrefixCacheName
+from baton.common.kv.prefix.names import WITHOUT_SHARING, PrefixCacheName
 
 FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
@@ -247,11 +247,14 @@ def _validate_tiers(kv: KvConfig) -> None:
     if tiers.external and not tiers.external.startswith("file:///"):
         hint = "for example file:///mnt/shared/baton-kv"
         raise ConfigError("kv.tiers.external", tiers.external, "the external store is a directory: file:///path", hint)
-    if kv.prefix_cache == "chunk" and tiers.named:
+    if kv.prefix_cache in WITHOUT_SHARING and tiers.named:
         hint = "kv.prefix_cache=radix"
         raise ConfigError(
             "kv.tiers", kv.prefix_cache, "tiers lie below a prefix cache, and this one keeps nothing", hint
         )
+    if kv.prefix_cache == "LMCRadixCache" and not tiers.external:
+        hint = "kv.tiers.external=file:///path"
+        raise ConfigError("kv.prefix_cache", kv.prefix_cache, "is a prefix cache over an external store", hint)
 
 
 def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:

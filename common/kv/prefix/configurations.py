@@ -49,6 +49,7 @@ CONFIGURATIONS: Mapping[PrefixCacheName, Configuration] = {
     "PureSWAChunkCache": Configuration(CacheKind.CHUNK, needs=_SWA, lacks=_FULL),
     "RadixCache": Configuration(CacheKind.RADIX, needs=_FULL, lacks=_SWA | _STATE),
     "RadixCacheCpp": Configuration(CacheKind.RADIX_CPP),
+    "LMCRadixCache": Configuration(CacheKind.RADIX_CPP, needs=_FULL, lacks=_SWA | _STATE),  # over kv.tiers.external
     "SWARadixCache": Configuration(CacheKind.RADIX, needs=_FULL | _SWA, lacks=_STATE),
     "PureSWARadixCache": Configuration(CacheKind.RADIX, needs=_SWA, lacks=_FULL | _STATE),
     "MambaRadixCache": Configuration(CacheKind.RADIX, needs=_STATE, lacks=_SWA),

@@ -12,8 +12,12 @@ PrefixCacheName = Literal[
     "PureSWAChunkCache",
     "RadixCache",
     "RadixCacheCpp",
+    "LMCRadixCache",
     "SWARadixCache",
     "PureSWARadixCache",
     "MambaRadixCache",
     "UnifiedRadixCache",
 ]
+
+WITHOUT_SHARING: frozenset[PrefixCacheName] = frozenset({"chunk", "ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
+"""Those that keep nothing of a request that has ended."""
