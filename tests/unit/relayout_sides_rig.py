@@ -76,6 +76,8 @@ def _shards(random: Random, extent: int, ranks: int) -> list[list[Interval]]:
     if extent % 2 == 0 and half >= ranks and random.random() < 0.3:  # two sections, each cut alike
         return [[(first, end), (half + first, half + end)] for first, end in _parts(random, half, ranks)]
     parts, wider = _parts(random, extent, ranks), random.choice([0, 0, 1])
+    if random.random() < 0.3:  # ranks may be numbered in any order
+        random.shuffle(parts)
     return [[(max(0, first - wider), min(extent, end + wider))] for first, end in parts]
 
 

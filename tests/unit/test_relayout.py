@@ -12,16 +12,16 @@ import torch
 from relayout_rig import Side, carry_out, written
 
 from baton.common.errors import ConfigError
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.state_shape import StateShape
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.model.groups import LayerGroups
 from baton.common.units import page_floor
 from baton.transfer.relayout.execute import apply, gather, scatter
-from baton.transfer.relayout.geometry import Loop
+from baton.transfer.relayout.geometry import Loop, Run
 from baton.transfer.relayout.models import PAGE_ORDER, ConvPart, Cut, ModelKv, describe_side, split_heads
 from baton.transfer.relayout.planner import Relayout, plan_relayout
-from baton.transfer.relayout.sides import Field, SideLayout
+from baton.transfer.relayout.sides import Axis, Field, FieldLayout, PoolLayout, SideLayout, dense_placement
 
 FULL, SWA, STATE = Component
 DENSE = ModelKv(LayerGroups(full=tuple(range(5))), kv_heads=3, head_dim=4)
@@ -205,6 +205,43 @@ class TestCopies:
         (box,) = move.boxes
         assert box.run_elements(2, 2) == 128
         assert box.elements == 32 * 2 * 8 * 16 * 128
+
+    def test_an_axis_in_blocks_is_one_more_loop(self) -> None:
+        """Keys as [head_dim / 8, token, 8] for the sake of a kernel, from [token, head_dim]."""
+        plain = one_field_side([[(0, 1)]], page_size=16, head_dim=32)
+        kept = plain.pools[0].fields[0]
+        (place,) = kept.ranks
+        blocks = tuple(Run(first, 8, first // 8 * 16 * 8 * 4, 4) for first in range(0, 32, 8))
+        blocked = replace(place, axes=(*place.axes[:2], blocks), tokens=(Run(0, 16, 0, 8 * 4),))
+        sink = replace(plain, pools=(replace(plain.pools[0], fields=(replace(kept, ranks=(blocked,)),)),))
+        (move,) = bind_whole(plan_relayout(plain, sink), FULL, 32).moves
+        (box,) = move.boxes
+        block = 8 * 4
+        assert box.loops[-3:] == (Loop(4, block, 16 * block), Loop(16, 32 * 4, block), Loop(8, 4, 4))
+        source, target = Side(plain, 40, seed=1).tag(), Side(sink, 40, seed=2)
+        move_all(plan_relayout(plain, sink), source, target, start=0, total=40)
+
+    def test_only_neighbours_are_joined(self) -> None:
+        """The rank in the middle sends the first layers of one head, and the last ones of the other."""
+        layouts = one_field_side([[(1, 2)], [(0, 2)], [(0, 1)]], page_size=4), one_field_side([[(0, 2)]], page_size=16)
+        relayout = plan_relayout(*layouts)
+        assert [len(route.boxes) for route in relayout.routes[FULL]] == [1, 2, 1]
+        source, sink = Side(layouts[0], 30, seed=1).tag(), Side(layouts[1], 30, seed=2)
+        move_all(relayout, source, sink, start=0, total=30)
+
+
+def one_field_side(heads: list[list[tuple[int, int]]], page_size: int, head_dim: int = 2) -> SideLayout:
+    """Four layers; `heads` of each rank."""
+    places, sizes = [], []
+    for kept in heads:
+        axes = [("layer", [(0, 4)]), ("head", kept), ("head_dim", [(0, head_dim)])]
+        places.append(dense_placement(axes, ("layer", "head", "token", "head_dim"), page_size, 4))
+        sizes.append(4 * sum(end - first for first, end in kept) * page_size * head_dim * 4)
+    field = Field(
+        "keys", (Axis("layer", 4), Axis("head", max(kept[-1][1] for kept in heads)), Axis("head_dim", head_dim))
+    )
+    pool = PoolLayout(FULL, (FieldLayout(field, "float32", tuple(places)),), tuple(sizes))
+    return SideLayout(KvLayout(page_size), len(heads), (pool,))
 
 
 class TestWindow:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.common.errors import ConfigError
-from baton.transfer.relayout.dtypes import FORMATS, Conversion, bits_type, check_lossy, conversion_of, convert
+from baton.transfer.relayout.dtypes import BLOCK, FORMATS, Conversion, bits_type, check_lossy, conversion_of, convert
 
 TORCH = {name: getattr(torch, name) for name in FORMATS}
 INTS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -49,6 +49,14 @@ def test_exact_means_that_every_number_comes_back(source: str, sink: str) -> Non
     bits = bits[np.isfinite(values)]
     back = convert(convert(bits, source, sink), sink, source)
     assert np.array_equal(back, bits) == Conversion(source, sink).exact
+
+
+@pytest.mark.parametrize(("source", "sink"), PAIRS)
+def test_many_numbers_are_converted_like_few(source: str, sink: str) -> None:
+    bits = np.random.default_rng(1).integers(0, 1 << FORMATS[source].bits, (3, BLOCK), dtype=bits_type(source))
+    bits = bits[:, ::-1]  # not contiguous, as what is taken out of a page may be
+    parts = [convert(part, source, sink) for row in bits for part in np.array_split(row, 7)]
+    assert np.array_equal(convert(bits, source, sink).reshape(-1), np.concatenate(parts))
 
 
 def test_the_smaller_format_travels() -> None:

@@ -19,6 +19,8 @@ from baton.common.errors import ConfigError
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 F32 = npt.NDArray[np.float32]
+BLOCK = 1 << 16
+"""Numbers converted at a time: what is made of them on the way stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,14 @@ def convert(bits: Bits, source: str, sink: str) -> Bits:
     """Numbers of format `source`, as unsigned integers, in format `sink`."""
     if source == sink:
         return bits
-    return _from_float32(_to_float32(bits, source), sink)
+    if FORMATS[source].bits == 16 and FORMATS[sink].bits == 8 and bits.size > BLOCK:  # looked up: rounding is slow
+        found: Bits = convert(np.arange(1 << 16, dtype=np.uint16), source, sink)[bits]
+        return found
+    converted = np.empty(bits.shape, dtype=bits_type(sink))
+    flat, out = bits.reshape(-1), converted.reshape(-1)
+    for at in range(0, flat.size, BLOCK):
+        out[at : at + BLOCK] = _from_float32(_to_float32(flat[at : at + BLOCK], source), sink)
+    return converted
 
 
 def _to_float32(bits: Bits, dtype: str) -> F32:
