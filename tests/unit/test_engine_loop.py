@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from baton.common.clock import MonotonicClock
+from baton.common.clock import MonotonicClock, VirtualClock
 from baton.common.engine.batch import Batch, BatchRow, StepResult, Ticket, pack_batch
 from baton.common.engine.core_api import Drain, FromPeer
 from baton.common.engine.fake_runner import FakeRunner, fake_runner
@@ -154,6 +154,21 @@ def test_a_deadline_wakes_a_core_that_nobody_talks_to(bench: Bench) -> None:
 def test_invariants_are_checked_when_it_falls_idle(bench: Bench) -> None:
     bench.loop.deliver("a")
     assert bench.checks.get(timeout=WAIT_S) == 1
+
+
+def test_a_long_check_is_made_seldom() -> None:
+    """Nobody is served meanwhile: it may take a fiftieth of the time, however large the cache has grown."""
+    clock, starts = VirtualClock(), []
+
+    def check() -> None:
+        starts.append(clock.now())
+        clock.advance_to(clock.now() + 2.0)
+
+    loop = EngineLoop(ScriptedCore(), fake_runner(4, 16), lambda effect: None, clock, check=check)
+    for _ in range(500):
+        loop._turn(["a"])
+        clock.advance_to(clock.now() + 0.5)
+    assert starts == [0.0, 100.0, 200.0]
 
 
 def test_a_bug_in_the_core_ends_the_process(bench: Bench) -> None:
