@@ -116,7 +116,7 @@ class Relayout:
 
     @property
     def alike(self) -> bool:
-        return self.source == self.sink
+        return not self.routes
 
     def segments(self, start: int, total: int, window_held_from: int | None = None) -> tuple[RelayoutSegment, ...]:
         """All that a sink which has everything of tokens [0, start) needs to go on behind `total` tokens. `start` is
