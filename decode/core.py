@@ -32,7 +32,7 @@ from baton.common.ids import SessionId, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.prefix.interface import I32
-from baton.common.kv.tiers.api import PagesRestored, PagesStored, TierCommand
+from baton.common.kv.tiers.api import PagesRestored, PagesStored, StorePages, TierCommand
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.messages import (
     CancelRequest,
@@ -114,6 +114,7 @@ class DecodeCore:
         self._numbers = 0
         self._steps = 0
         self._draining = False
+        self._starved = False  # the last plan left out a request that lacks pages
         self.retractions = 0
         self.restored_tokens = 0
         self.stray_messages = 0
@@ -357,7 +358,7 @@ class DecodeCore:
                 self._start(request, now)
             elif allocation.reason is RefusalReason.TOO_LONG:
                 self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
-            elif allocation.reason is not RefusalReason.NO_ROW and self._sessions.release_oldest():
+            elif allocation.reason is not RefusalReason.NO_ROW and self._give_up_session(now):
                 self._waiting.stir()  # who waits goes before who may come back
             elif request.times.refused_since_s is None:
                 request.times.refused_since_s = now
@@ -411,11 +412,24 @@ class DecodeCore:
 
     def _keep_below(self, tokens: I32) -> None:
         """Tokens were offered to the prefix cache: the tiers may want what it has of them."""
-        self._commands += self._stores.cached(tokens)
+        self._commands += self._stores.cached(tokens, self._lacking)
+
+    @property
+    def _lacking(self) -> bool:
+        """Whether somebody waits for pages."""
+        return self._starved or len(self._waiting) > 0
+
+    def _give_up_session(self, now: float) -> bool:
+        """The one that was idle longest, for somebody who lacks pages: who waits until they were copied to a tier before
+        the next one is given up. False: there is none."""
+        before = len(self._commands)
+        released = self._sessions.release_oldest()
+        self._stores.await_these([one for one in self._commands[before:] if isinstance(one, StorePages)], now)
+        return released
 
     def _on_stored(self, event: PagesStored, now: float) -> None:
         request = self._stores.end(event)
-        self._commands += self._stores.go_on(event)
+        self._commands += self._stores.go_on(event, self._lacking)
         self._waiting.stir()
         if request is None:
             return
@@ -517,16 +531,18 @@ class DecodeCore:
     # -------------------------------------------------------------------------------------------- steps
 
     def next_batch(self, now: float) -> Batch | None:
+        self._starved = False
         return self._compute.plan(lambda request, refused: self._make_room(request, refused, now))
 
     def _make_room(self, request: DecodeRequest, refused: Refused, now: float) -> bool:
         """Retracts somebody, perhaps `request` itself. False when that frees nothing yet, or nobody can be: then it
         waits for a store or a hand-off to end, or fails when there is nothing to wait for."""
         no_pages = refused.reason is RefusalReason.NO_PAGES
-        if no_pages and self._sessions.release_oldest():
-            return True
+        self._starved |= no_pages
         if no_pages and self._stores.awaited:
             return False
+        if no_pages and self._give_up_session(now):
+            return not self._stores.awaited
         victim = choose_victim([*self._compute.running, *self._compute.prefilling])
         if victim is not None and no_pages:
             return self._retract(victim, now)
@@ -631,7 +647,7 @@ class DecodeCore:
     # ------------------------------------------------------------------------------------------ reporting
 
     def load(self) -> Load:
-        in_transfer = len(self._handoffs) + len(self._restores) + self._stores.awaited
+        in_transfer = len(self._handoffs) + len(self._restores) + self._stores.retracted
         return Load(
             queued=len(self._waiting),
             running=len(self._compute.running) + len(self._compute.prefilling) + in_transfer,

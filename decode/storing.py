@@ -9,14 +9,17 @@ it happens when they are next in line to be evicted and fewer than a `SHARE`-th 
 that nobody who needs a page waits for it. What must be evicted before it was copied is lost to the tiers, as cached
 pages may be.
 
-At most a `SHARE`-th of the pool is being stored for the cache at a time: the rest can always be evicted. Others wait
-for the pages of a retracted request; so its store is cut short when it takes too long, and nobody waits for it any
-more, whether it ends or not (a tier may hang).
+At most a `SHARE`-th of the pool is being stored for the cache at a time. A lease keeps all that leads to the pages in
+place, too, which may be much more: so while somebody lacks pages, nothing more is written back unless what it keeps
+from being evicted is within that share.
+
+Others wait for the pages of a retracted request, or of a conversation that was given up for them; so such a store is
+cut short when it takes too long, and nobody waits for it any more, whether it ends or not (a tier may hang).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +38,14 @@ SHARE = 4
 
 @dataclass(slots=True)
 class _Store:
-    """What one store reads, and who keeps it in place: `lease`, or the record of `retracted`, for which others wait
-    until `deadline_s` (None: nobody does, any more)."""
+    """What one store reads, and who keeps it in place: `lease`, or the record of `retracted`. Others wait for it until
+    `deadline_s` (None: nobody does, any more)."""
 
     keys: tuple[PageKey, ...]
     pages: I32
     lease: PrefixLease | None
     retracted: DecodeRequest | None
+    pinned: int  # pages that could be evicted before
     deadline_s: float | None = None
 
 
@@ -69,15 +73,25 @@ class Stores:
         return len(self._open)
 
     @property
-    def awaited(self) -> int:
-        """Retracted requests whose pages are worth waiting for."""
-        return sum(store.deadline_s is not None for store in self._open.values())
+    def awaited(self) -> bool:
+        """Whether pages that others need come back soon."""
+        return any(store.deadline_s is not None for store in self._open.values())
 
-    def cached(self, tokens: I32) -> list[StorePages]:
-        """Tokens were offered to the tree: what of its pages goes down now."""
+    @property
+    def retracted(self) -> int:
+        """Requests whose pages are being copied."""
+        return sum(store.retracted is not None for store in self._open.values())
+
+    def cached(self, tokens: I32, lacking: bool = False) -> list[StorePages]:
+        """Tokens were offered to the tree: what of its pages goes down now. `lacking`: somebody waits for pages."""
         if self._keys is None:
             return []
-        return self._of_the_tree(tokens) if self._through else self._ahead_of_eviction()
+        return self._of_the_tree(tokens) if self._through else self._ahead_of_eviction(lacking)
+
+    def await_these(self, begun: Iterable[StorePages], now: float) -> None:
+        """Somebody waits for the pages that these keep in place."""
+        for command in begun:
+            self._open[command.job].deadline_s = now + self._most_s
 
     def retract(self, request: DecodeRequest, now: float) -> StorePages | None:
         """A running request is to give its pages back: they go down first. None: not worth it."""
@@ -92,7 +106,7 @@ class Stores:
         if len(new) < self._least_pages:
             return None
         command = self._begin(keys, pages, new, None, request)
-        self._open[command.job].deadline_s = now + self._most_s
+        self.await_these([command], now)
         return command
 
     def cut_short(self, now: float) -> list[AbortStore]:
@@ -105,10 +119,11 @@ class Stores:
     def next_deadline(self) -> float | None:
         return min((one.deadline_s for one in self._open.values() if one.deadline_s is not None), default=None)
 
-    def go_on(self, event: PagesStored) -> list[StorePages]:
-        """A store has ended, and others may be begun."""
+    def go_on(self, event: PagesStored, lacking: bool = False) -> list[StorePages]:
+        """A store has ended, and others may be begun; not before those who lack pages had those that came free."""
         # After one that was dropped, the next would be, too.
-        return self._ahead_of_eviction() if self._keys is not None and not self._through and event.pages else []
+        written_back = self._keys is not None and not self._through
+        return self._ahead_of_eviction() if written_back and event.pages and not lacking else []
 
     def end(self, event: PagesStored) -> DecodeRequest | None:
         """Nobody reads the pages any more. Returns the retracted request whose pages they were."""
@@ -125,14 +140,21 @@ class Stores:
         command = self._under(tokens, self._pool.prefix.match_prefix(tokens))
         return [] if command is None else [command]
 
-    def _ahead_of_eviction(self) -> list[StorePages]:
+    def _ahead_of_eviction(self, lacking: bool = False) -> list[StorePages]:
         wanted = self._most_pages - self._pool.free_pages - self._pages_open
-        commands = [self._under(tokens, match) for tokens, match in self._pool.prefix.coldest(wanted)]
-        return [command for command in commands if command is not None]
+        commands = []
+        for tokens, match in self._pool.prefix.coldest(wanted):
+            pinned = sum(store.pinned for store in self._open.values()) + self._pool.prefix.evictable_in(match).full
+            if lacking and pinned > self._most_pages:
+                continue
+            if (command := self._under(tokens, match)) is not None:
+                commands.append(command)
+        return commands
 
     def _under(self, tokens: I32, match: PrefixMatch) -> StorePages | None:
         """What of the match was not stored under its names yet, as much as may be under way."""
         assert self._keys is not None
+        evictable = self._pool.evictable_pages
         lease = self._pool.begin_copy(match)
         if lease is None:
             return None
@@ -147,7 +169,7 @@ class Stores:
         if not len(new[:room]):
             self._pool.end_copy(lease)
             return None
-        return self._begin(keys, pages, new[:room], lease, None)
+        return self._begin(keys, pages, new[:room], lease, None, evictable - self._pool.evictable_pages)
 
     def _new(self, keys: Sequence[PageKey], pages: I32) -> I32:
         """Indices of the pages that were not stored under these names."""
@@ -160,10 +182,11 @@ class Stores:
         chosen: I32,
         lease: PrefixLease | None,
         retracted: DecodeRequest | None,
+        pinned: int = 0,
     ) -> StorePages:
         self._count += 1
         job, names = JobId(self._count), tuple(keys[index] for index in chosen)
-        self._open[job] = _Store(names, pages[chosen], lease, retracted)
+        self._open[job] = _Store(names, pages[chosen], lease, retracted, pinned)
         self._pages_open += len(chosen)
         return StorePages(job, names, pages[chosen])
 

@@ -241,6 +241,80 @@ def test_who_waits_for_pages_that_are_being_copied_gets_them_afterwards() -> Non
     rig.assert_clean()
 
 
+def test_what_comes_free_goes_to_who_waits_before_more_is_written_back() -> None:
+    """Each store of a part of the tree's one branch keeps all of it in place: as long as one follows the other."""
+    rig = tiered(BACK, pages=16)
+    rig.tier.holds = stores
+    rig.submit("first", prompt_of(54))
+    rig.settle()
+    (store,) = rig.tier.held
+    assert len(store.page_ids) < 14
+    rig.submit("second", prompt_of(52, 1), SamplingParams(max_tokens=4))
+    rig.settle()
+    assert "second" not in rig.gateway.tokens
+    rig.tier.held.clear()
+    rig.run(rig.decode.handle(rig.tier.carry_out(store, 1)))
+    rig.settle()
+    assert "second" in rig.gateway.tokens
+    rig.release_tier()
+    rig.settle()
+    assert rig.gateway.tokens["second"] == answer(prompt_of(52, 1), SamplingParams(max_tokens=4))
+
+
+def test_a_running_request_gets_its_page_before_more_is_written_back() -> None:
+    rig = tiered(BACK, pages=16)
+    rig.tier.holds = stores
+    rig.submit("first", prompt_of(30), SamplingParams(max_tokens=2))
+    rig.settle()
+    sampling = SamplingParams(max_tokens=34)
+    rig.submit("second", prompt_of(22, 1), sampling)
+    rig.settle()
+    said = 0
+    for _ in range(40):
+        if "second" in rig.gateway.finals:
+            break
+        assert rig.tier.held, "it waits for nothing"
+        assert len(rig.gateway.tokens["second"]) > said, "a store ended, and it got nothing"
+        said = len(rig.gateway.tokens["second"])
+        rig.run(rig.decode.handle(rig.tier.carry_out(rig.tier.held.pop(0), 1)))
+        rig.settle()
+    assert rig.gateway.tokens["second"] == answer(prompt_of(22, 1), sampling)
+
+
+@pytest.mark.parametrize("tiers", [THROUGH, BACK])
+@pytest.mark.parametrize("who", ["newcomer", "running"])
+def test_one_conversation_is_given_up_at_a_time(tiers: TiersConfig, who: str) -> None:
+    """Its pages are in nobody's way once they were copied: no reason to give up the next one meanwhile."""
+    rig = tiered(tiers, pages=44 if who == "newcomer" else 48, num_reserved_decode_tokens=0)
+    for seed in range(4):
+        rig.submit(f"turn{seed}", prompt_of(30, seed), session=(f"chat{seed}", 0))
+        rig.settle()
+    rig.tier.holds = stores
+    sampling = GREEDY if who == "newcomer" else LONG
+    rig.submit("new", prompt_of(27, 9), sampling)
+    rig.settle()
+    assert "new" not in rig.gateway.finals
+    assert len([one for one in rig.decode.core.holdings() if one.owner_class is OwnerClass.SESSION]) == 3
+    rig.release_tier()
+    rig.settle()
+    assert rig.gateway.tokens["new"] == answer(prompt_of(27, 9), sampling)
+
+
+def test_a_conversation_whose_copy_hangs_is_not_waited_for() -> None:
+    rig = tiered(pages=44)
+    for seed in range(4):
+        rig.submit(f"turn{seed}", prompt_of(30, seed), session=(f"chat{seed}", 0))
+        rig.settle()
+    rig.tier.holds = stores
+    rig.submit("new", prompt_of(27, 9))
+    rig.settle()
+    rig.tier.refuses = True
+    rig.run(rig.decode.pass_time(THROUGH.restore_deadline_s))
+    rig.settle()
+    assert len(all_of(rig, AbortStore)) == 1
+    assert rig.gateway.tokens["new"] == answer(prompt_of(27, 9))
+
+
 def test_the_last_running_request_waits_for_pages_that_are_being_copied() -> None:
     """It would fail otherwise: nobody else could give way."""
     rig = tiered(pages=12)

@@ -368,6 +368,17 @@ def test_what_was_stored_makes_room_for_the_next() -> None:
     planner.end(PagesStored(first.job, 10))
 
 
+def test_while_somebody_lacks_pages_only_a_share_is_kept_from_him() -> None:
+    kv = crowded()
+    planner = stores(kv, config=BACK)
+    begun = planner.cached(prompt(40), lacking=True)
+    assert begun
+    assert kv.supply.prefix.locked.full <= PAGES // SHARE
+    planner.end(event := PagesStored(begun[0].job, 7))
+    assert planner.go_on(event, lacking=True) == []
+    assert planner.go_on(event) != []
+
+
 # ------------------------------------------------------------------------------------------------- retracted
 
 
@@ -398,15 +409,15 @@ def test_a_slow_copy_is_cut_short_once_and_waited_for_no_longer() -> None:
     planner = stores(kv)
     cached(kv, prompt(40, seed=1))
     store(planner, prompt(40, seed=1))
-    assert (planner.awaited, planner.next_deadline()) == (0, None), "nobody waits for what the tree keeps"
+    assert (planner.awaited, planner.next_deadline()) == (False, None), "nobody waits for what the tree keeps"
     one = running(kv, 41, outputs=9)
     command = planner.retract(one, 1.0)
     assert command is not None
-    assert (planner.awaited, planner.next_deadline()) == (1, 6.0)
+    assert (planner.awaited, planner.next_deadline()) == (True, 6.0)
     assert planner.cut_short(5.9) == []
     assert planner.cut_short(6.0) == [AbortStore(command.job)]
     assert planner.cut_short(99.0) == []
-    assert (planner.awaited, planner.next_deadline()) == (0, None)
+    assert (planner.awaited, planner.next_deadline()) == (False, None)
     assert planner.end(PagesStored(command.job, 3)) is one
 
 
