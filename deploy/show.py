@@ -81,17 +81,18 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
 
 
 def print_census(status: GatewayStatus, console: Console) -> None:
-    """Who owns the pages of every worker; a line for each component, unless all layers attend to everything."""
+    """Who owns the pages of every worker that has some; a line for each component, unless all layers attend to
+    everything."""
     table = _table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
         account = _account(status, worker.worker)
         censuses = _censuses(account)
         if list(censuses) == [Component.FULL]:
-            rows = {worker.worker: account.census}
-        else:
-            rows = {f"  {name}": census for name, census in censuses.items()}
-            table.add_row(*([worker.worker] if rows else []))
-        for name, census in rows.items():
+            censuses = {worker.worker: account.census}
+        elif censuses:
+            table.add_row(worker.worker)
+            censuses = {f"  {name}": census for name, census in censuses.items()}
+        for name, census in censuses.items():
             lost = unaccounted(census)
             verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
             table.add_row(name, *(str(census[one]) for one in PAGE_CLASSES), str(census["total"]), verdict)
@@ -107,11 +108,8 @@ def _print_tiers(status: GatewayStatus, console: Console) -> None:
     for worker in status.workers:
         counters = _account(status, worker.worker).counters
         for level in LEVELS:
-            found = {
-                name: counters[counter] for name in LEVEL_COUNTERS if (counter := f"tiers.{level}.{name}") in counters
-            }
-            if found:
-                used, capacity, *counts = found.values()
+            if f"tiers.{level}.{LEVEL_COUNTERS[0]}" in counters:
+                used, capacity, *counts = (counters[f"tiers.{level}.{name}"] for name in LEVEL_COUNTERS)
                 table.add_row(worker.worker, level, format_bytes(used), format_bytes(capacity), *map(str, counts))
     if table.row_count:
         console.print(table)

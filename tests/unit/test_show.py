@@ -10,7 +10,7 @@ from rich.console import Console
 
 from baton.common.messages import Load, Timeline
 from baton.deploy.client import Answer
-from baton.deploy.show import Wrapped, all_accounted, all_idle, print_status, print_timings, timing_line
+from baton.deploy.show import Wrapped, all_accounted, all_idle, print_census, print_status, print_timings, timing_line
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 
 IDLE = {
@@ -107,6 +107,12 @@ def test_pages_in_use_and_pages_lost_are_told_apart() -> None:
     lost = status_with(free=999)
     assert (all_idle(lost), all_accounted(lost)) == (False, False)
     assert "1 LOST" in shown_by(print_status, lost)
+
+
+def test_a_worker_without_pages_takes_no_line() -> None:
+    lines = [line.split() for line in shown_by(print_census, status_with()).splitlines()]
+    head = next(index for index, line in enumerate(lines) if line[:2] == ["worker", "free"])
+    assert [line[:1] for line in lines[head + 1 : head + 4]] == [["decode-0"], ["prefill-0"], ["Every"]]
 
 
 def test_levels_below_the_pools_have_a_line() -> None:
