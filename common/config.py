@@ -247,6 +247,11 @@ def _validate_tiers(kv: KvConfig) -> None:
     if tiers.external and not tiers.external.startswith("file:///"):
         hint = "for example file:///mnt/shared/baton-kv"
         raise ConfigError("kv.tiers.external", tiers.external, "the external store is a directory: file:///path", hint)
+    if tiers.external and (set(tiers.external) & set("?#%") or not tiers.external.removeprefix("file://").strip("/")):
+        raise ConfigError("kv.tiers.external", tiers.external, "a plain path below the root follows file://, unescaped")
+    for name, place in (("disk_path", tiers.disk_path), ("external", tiers.external)):
+        if not place.isprintable():
+            raise ConfigError(f"kv.tiers.{name}", place, "has characters that no path should have")
     if kv.prefix_cache in WITHOUT_SHARING and tiers.named:
         hint = "kv.prefix_cache=radix"
         raise ConfigError(

@@ -420,8 +420,8 @@ class DecodeCore:
         return self._starved or len(self._waiting) > 0
 
     def _give_up_session(self, now: float) -> bool:
-        """The one that was idle longest, for somebody who lacks pages. They are copied to a tier first (if there is one)
-        and waited for, before the next session is given up. False: there is none."""
+        """The one that was idle longest, for somebody who lacks pages. They are copied to a tier first (if there is
+        one), and waited for, before the next session is given up. False: there is none."""
         before = len(self._commands)
         released = self._sessions.release_oldest()
         self._stores.await_these([one for one in self._commands[before:] if isinstance(one, StorePages)], now)

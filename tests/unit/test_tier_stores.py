@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -125,6 +126,12 @@ def test_what_leaves_is_handed_down_whole(opened: Open) -> None:
 def test_a_store_that_holds_no_page_is_refused(opened: Open) -> None:
     with pytest.raises(StoreUnavailable, match="no page"):
         opened(0)
+
+
+@pytest.mark.parametrize("capacity", [1 << 50, 1 << 70])
+def test_more_host_memory_than_there_can_be_is_refused(capacity: int) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be had"):
+        HostStore(capacity, 1 << 20)
 
 
 def test_host_memory_is_one_block_of_whole_pages() -> None:
@@ -281,6 +288,21 @@ def test_a_directory_that_vanishes_is_trouble_of_the_medium(opened: Open, tmp_pa
     assert have(store, [1]) == []
     assert not store.write(key(2), content(key(2)))
     assert store.counters.failed_writes == 1
+
+
+def test_a_share_that_went_stale_is_trouble_of_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system says so where others say that there is no such file."""
+    store = external(tmp_path, 8)
+    put(store, 1)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    for name in ("stat", "open", "utime", "mkdir", "scandir"):
+        monkeypatch.setattr(os, name, stale)
+    assert store.known_prefix([key(1)]) == 0
+    assert not store.read(key(1), np.zeros(PAGE_BYTES, np.uint8))
+    assert not store.write(key(2), content(key(2)))
 
 
 @pytest.mark.parametrize("opened", FILES, indirect=True)

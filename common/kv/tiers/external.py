@@ -48,7 +48,7 @@ class SharedDirectoryStore:
 
     def known_prefix(self, keys: Sequence[PageKey]) -> int:
         for index, key in enumerate(keys):
-            if not path_of(self._directory, key).exists():
+            if not os.path.exists(path_of(self._directory, key)):  # any trouble is "not there"
                 return index
         return len(keys)
 

@@ -18,7 +18,8 @@ from baton.common.units import format_bytes
 
 
 class HostStore:
-    """As many slots as fit in `capacity_bytes`; committed by the system when first written."""
+    """As many slots as fit in `capacity_bytes`; committed by the system when first written. Raises StoreUnavailable
+    when it holds no page, or is more than the system promises."""
 
     name = "host"
 
@@ -29,7 +30,10 @@ class HostStore:
         self.page_bytes = page_bytes
         self.capacity_bytes = capacity_bytes
         self.counters = StoreCounters()
-        block = mmap.mmap(-1, slots * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            block = mmap.mmap(-1, slots * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise StoreUnavailable(f"host tier: {format_bytes(capacity_bytes)} cannot be had: {error}") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
         self._slots: Bytes = np.frombuffer(block, dtype=np.uint8).reshape(slots, page_bytes)
