@@ -24,6 +24,7 @@ FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 LANES = ("local", "ucx", "zmq")
+DigestKind = Literal["sampled", "full"]
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
 MAX_PAGES = (1 << 31) - 1  # page ids are int32, the null page is one of them
@@ -101,6 +102,7 @@ class TransferConfig:
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
     credit_regions: int = 4  # regions in flight per hand-off
+    digest: DigestKind = "sampled"  # what both ends compare of a region: a sample of its bytes, or all (full)
     resend_after_s: float = 0.5
     handoff_ttl_s: float = 300.0  # most time one attempt may take, queueing at prefill included; a dead or hung
     # peer is noticed by its silence long before

@@ -287,7 +287,7 @@ class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):
     first_unit: Count
     units: RegionUnits
     nbytes: Count
-    digest: Count  # xxh3-64 of the region's bytes
+    digest: Count  # of the region's bytes (baton.transfer.digest)
     source_pages: UnitIds = b""
 
 

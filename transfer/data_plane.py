@@ -24,6 +24,7 @@ from baton.common.ids import HandoffKey, Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.messages import MAX_REGION_UNITS, Failure, LaneAddress, Member, unpack_tokens
+from baton.transfer.digest import RegionDigest
 from baton.transfer.link import Chosen, CloseLink, LaneView, Links, NoLane, OpenLink, Wait
 from baton.transfer.plan import Span
 from baton.transfer.session.effects import (
@@ -54,7 +55,6 @@ from baton.transfer.staging import (
     SlotLease,
     StagingHandler,
     StagingRing,
-    digest_of,
     unit_rows,
 )
 from baton.transfer.transports.base import (
@@ -134,7 +134,7 @@ class DataPlane:
         pull: Sequence[PullTransport] = (),
     ) -> None:
         self._config = config
-        self._handler = StagingHandler(unit_rows(memory))
+        self._handler = StagingHandler(unit_rows(memory), RegionDigest(config.digest))
         self._staged = {transport.lane: transport for transport in staged}
         self._pull = {transport.lane: transport for transport in pull}
         assert self._pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"
@@ -357,13 +357,13 @@ class DataPlane:
         counters = self._counters_of(effect)
         if effect.lane in self._pull:
             nbytes = len(units) * self._handler.unit_bytes(component)
-            digest = self._handler.digest(component, units)
+            digest = self._handler.digest(component, units, effect.seq)
         else:
             lease = self._send_ring.lease_free(effect.key, effect.seq)
             if lease is None:
                 return False
             payload = self._handler.gather(component, units, lease.view)
-            nbytes, digest = len(payload), digest_of(payload)
+            nbytes, digest = len(payload), self._handler.digest_staged(component, payload, effect.seq)
             op = next(self._op_numbers)
             self._ops[op] = _Op(effect, lease, self._send_ring)
             self._staged[effect.lane].send(op, effect.peer, effect.tag, payload)

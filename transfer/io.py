@@ -128,7 +128,7 @@ class IoThread:
             role=role,
             address=self._mesh.address,
             lanes=addresses,
-            fingerprint=memory.fingerprint() if memory is not None else {},
+            fingerprint={} if memory is None else memory.fingerprint() | {"digest": config.transfer.digest},
         )
         self._controller_address = controller_address
         self._connected_to = ""

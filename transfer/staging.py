@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import xxhash
 
 from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
 from baton.common.messages import Chunk, unpack_tokens
+from baton.transfer.digest import RegionDigest
 from baton.transfer.plan import Span, pieces_of_state
 from baton.transfer.transports.base import Bytes, UnitIds
 
@@ -135,11 +134,12 @@ Scatter = Scattered | Damaged | NotMine
 class StagingHandler:
     """Copies regions between staging memory and the units of each component's pool (`unit_rows`)."""
 
-    def __init__(self, pools: Mapping[Component, Bytes]) -> None:
+    def __init__(self, pools: Mapping[Component, Bytes], digest: RegionDigest) -> None:
         for pool in pools.values():
             assert pool.ndim == 2
             assert pool.flags.c_contiguous, "one unit is one contiguous block"
         self.pools = dict(pools)
+        self._digest = digest
         self._destinations: dict[HandoffKey, dict[Component, UnitIds]] = {}
         self._landed: dict[HandoffKey, dict[int, Chunk]] = {}
 
@@ -187,7 +187,7 @@ class StagingHandler:
         expected = len(units) * pool.shape[1]
         if not len(data) == chunk.nbytes == expected:
             return Damaged(f"{len(data)} bytes came, {chunk.nbytes} were announced, {expected} belong there")
-        if digest_of(data) != chunk.digest:
+        if self._digest.of_staged(data, pool.shape[1], chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         started = time.perf_counter()
         scatter_pages(pool, units, data)
@@ -199,7 +199,7 @@ class StagingHandler:
         pool = self.pools[chunk.component]
         if chunk.nbytes != len(units) * pool.shape[1]:
             return Damaged(f"{chunk.nbytes} bytes announced for {len(units)} units of {pool.shape[1]}")
-        if digest_of_pages(pool, units) != chunk.digest:
+        if self._digest.of_pages(pool, units, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         return self._note_landed(key, chunk, started)
 
@@ -210,9 +210,13 @@ class StagingHandler:
         gather_pages(pool, units, filled)
         return filled
 
-    def digest(self, component: Component, units: UnitIds) -> int:
-        """xxh3-64 of the units' bytes, as if gathered."""
-        return digest_of_pages(self.pools[component], units)
+    def digest(self, component: Component, units: UnitIds, seq: int) -> int:
+        """Of the units, which travel as region `seq`."""
+        return self._digest.of_pages(self.pools[component], units, seq)
+
+    def digest_staged(self, component: Component, data: Bytes, seq: int) -> int:
+        """The same, of their gathered bytes."""
+        return self._digest.of_staged(data, self.unit_bytes(component), seq)
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
         self._landed[key][chunk.seq] = chunk
@@ -234,21 +238,6 @@ def unit_rows(memory: KvMemory) -> dict[Component, Bytes]:
     }
 
 
-def digest_of(data: Bytes) -> int:
-    """xxh3-64 of contiguous bytes."""
-    return int(xxhash.xxh3_64_intdigest(data.data))
-
-
-def digest_of_pages(pool: Bytes, pages: UnitIds) -> int:
-    """xxh3-64 of the pages' bytes, as if gathered."""
-    hasher = xxhash.xxh3_64()
-    page_bytes = pool.shape[1]
-    memory = pool.reshape(-1).data  # slicing a memoryview costs a tenth of slicing an array
-    for first, count in runs(pages):
-        hasher.update(memory[first * page_bytes : (first + count) * page_bytes])
-    return int(hasher.intdigest())
-
-
 def scatter_pages(pool: Bytes, pages: UnitIds, data: Bytes) -> None:
     """pool[pages] = data. By 8-byte words: indexed copies of bytes are several times slower."""
     rows = data.reshape(len(pages), pool.shape[1])
@@ -268,14 +257,3 @@ def gather_pages(pool: Bytes, pages: UnitIds, out: Bytes) -> None:
 
 def _whole_words(rows: Bytes) -> bool:
     return rows.shape[1] % 8 == 0 and rows.ctypes.data % 8 == 0
-
-
-def runs(pages: UnitIds) -> Iterator[tuple[int, int]]:
-    """(first page, count) of each stretch of consecutive page ids."""
-    if len(pages) == 0:
-        return
-    starts = np.flatnonzero(np.diff(pages) != 1) + 1
-    bounds = [0, *starts.tolist(), len(pages)]
-    firsts = pages[bounds[:-1]].tolist()
-    for first, (at, end) in zip(firsts, pairwise(bounds), strict=True):
-        yield first, end - at

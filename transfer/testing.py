@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from baton.common.kv.layout import Component
+from baton.transfer.digest import digest_of
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import (
     FenceSource,
@@ -20,7 +21,6 @@ from baton.transfer.session.effects import (
     SinkNotPrepared,
     SourceFenced,
 )
-from baton.transfer.staging import digest_of
 from baton.transfer.testing_ends import (
     FULL_ONLY,
     HYBRID,

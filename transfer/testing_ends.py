@@ -90,7 +90,9 @@ class EndSpec:
 
 def small_config(lane: str) -> TransferConfig:
     """Slots of four pages of `FULL_ONLY`, eight of them."""
-    return TransferConfig(lanes=(lane,), staging_ring_bytes=8 * 16384, region_bytes=16384, credit_regions=2)
+    return TransferConfig(
+        digest="full", lanes=(lane,), staging_ring_bytes=8 * 16384, region_bytes=16384, credit_regions=2
+    )
 
 
 def random_pool(num_pages: int, page_bytes: int, seed: int) -> Bytes:

@@ -51,7 +51,7 @@ def kill_config(name: str, lanes: tuple[str, ...] = ("local", "zmq")) -> Cluster
         liveness=LivenessConfig(restart_backoff_s=0.1, restart_forgiven_after_s=1.0, max_restarts_per_minute=1000),
         gateway=GatewayConfig(port=0, request_timeout_s=REQUEST_TIMEOUT_S),
     )
-    return replace(config, transfer=replace(config.transfer, lanes=lanes))
+    return replace(config, transfer=replace(config.transfer, lanes=lanes, digest="full"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def serving(
         liveness=LivenessConfig(restart_backoff_s=0.1, dead_after_s=15.0),  # busy machine, nothing hangs here
         gateway=GatewayConfig(port=0),
     )
-    handle = launch(replace(config, transfer=replace(config.transfer, lanes=(lane,))))
+    handle = launch(replace(config, transfer=replace(config.transfer, lanes=(lane,), digest="full")))
     try:
         yield handle
     finally:

@@ -13,6 +13,7 @@ from baton.common.ids import HandoffId, HandoffKey
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Chunk, pack_tokens
+from baton.transfer.digest import RegionDigest, digest_of, digest_of_pages
 from baton.transfer.plan import Span
 from baton.transfer.staging import (
     Damaged,
@@ -21,8 +22,6 @@ from baton.transfer.staging import (
     SlotLease,
     StagingHandler,
     StagingRing,
-    digest_of,
-    digest_of_pages,
     gather_pages,
     scatter_pages,
     state_pieces_of,
@@ -165,7 +164,9 @@ def span(component: str, units: list[int]) -> Span:
 def handler(*spans: Span) -> StagingHandler:
     """Units of FULL have 64 bytes, of SWA 24, of STATE 100."""
     sizes = zip(Component, (64, 24, 100), strict=True)
-    made = StagingHandler({component: np.zeros((16, size), dtype=np.uint8) for component, size in sizes})
+    made = StagingHandler(
+        {component: np.zeros((16, size), dtype=np.uint8) for component, size in sizes}, RegionDigest("full")
+    )
     made.register_decode_req(KEY, spans)
     return made
 
