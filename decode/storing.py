@@ -34,6 +34,8 @@ from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest
 
 SHARE = 4
+LAG = 8
+"""Of what is to be stored ahead of eviction, the part that may go before the next look: one costs milliseconds."""
 
 
 @dataclass(slots=True)
@@ -65,8 +67,11 @@ class Stores:
         # By page id, the name under which its content was stored last. A page that holds something else by now has
         # another name, so this is never wrong, whatever has become of the page; at worst it is stored again.
         self._stored_as = np.zeros((pool.total_pages + 1, KEY_BYTES), dtype=np.uint8)
+        self._being_read = np.zeros(pool.total_pages + 1, dtype=np.bool_)
         # By its last page id, a digest of a prefix all of whose pages were stored: saves making the names again.
         self._clean: dict[int, int] = {}
+        # Counted from the first page that was ever evicted: so many of those that go, or went, next need no store.
+        self._clean_until = 0
         self.skipped_pages = 0
 
     def __len__(self) -> int:
@@ -129,6 +134,7 @@ class Stores:
         """Nobody reads the pages any more. Returns the retracted request whose pages they were."""
         store = self._open.pop(event.job)
         self._pages_open -= len(store.pages)
+        self._being_read[store.pages] = False
         assert 0 <= event.pages <= len(store.pages), (event, len(store.pages))
         if event.pages:
             self._stored_as[store.pages[: event.pages]] = _as_rows(store.keys[: event.pages])
@@ -142,6 +148,9 @@ class Stores:
 
     def _ahead_of_eviction(self, lacking: bool = False) -> list[StorePages]:
         wanted = self._most_pages - self._pool.free_pages - self._pages_open
+        until = self._pool.prefix.stats().evicted_total.full + min(wanted, self._pool.evictable_pages)
+        if wanted <= 0 or until <= self._clean_until + self._most_pages // LAG:
+            return []
         commands = []
         for tokens, match in self._pool.prefix.coldest(wanted):
             pinned = sum(store.pinned for store in self._open.values()) + self._pool.prefix.evictable_in(match).full
@@ -149,6 +158,8 @@ class Stores:
                 continue
             if (command := self._under(tokens, match)) is not None:
                 commands.append(command)
+        if not self._open:
+            self._clean_until = until
         return commands
 
     def _under(self, tokens: I32, match: PrefixMatch) -> StorePages | None:
@@ -162,7 +173,7 @@ class Stores:
         last, digest = int(pages[-1]), hash(tokens.tobytes())
         keys = self._keys.of(tokens) if self._clean.get(last) != digest else []
         new = self._new(keys, pages) if keys else NO_IDS
-        if not len(new):
+        if not len(new) and not self._being_read[pages].any():
             self._clean[last] = digest
         room = max(0, self._most_pages - self._pages_open)
         self.skipped_pages += max(0, len(new) - room)
@@ -172,8 +183,9 @@ class Stores:
         return self._begin(keys, pages, new[:room], lease, None, evictable - self._pool.evictable_pages)
 
     def _new(self, keys: Sequence[PageKey], pages: I32) -> I32:
-        """Indices of the pages that were not stored under these names."""
-        return np.flatnonzero((self._stored_as[pages] != _as_rows(keys)).any(axis=1)).astype(np.int32)
+        """Indices of the pages that were not stored under these names, and are not being."""
+        differ = (self._stored_as[pages] != _as_rows(keys)).any(axis=1)
+        return np.flatnonzero(differ & ~self._being_read[pages]).astype(np.int32)
 
     def _begin(
         self,
@@ -188,6 +200,7 @@ class Stores:
         job, names = JobId(self._count), tuple(keys[index] for index in chosen)
         self._open[job] = _Store(names, pages[chosen], lease, retracted, pinned)
         self._pages_open += len(chosen)
+        self._being_read[pages[chosen]] = True
         return StorePages(job, names, pages[chosen])
 
 

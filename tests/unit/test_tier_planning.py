@@ -14,7 +14,7 @@ from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated
-from baton.common.kv.prefix.interface import I32
+from baton.common.kv.prefix.interface import I32, PrefixMatch
 from baton.common.kv.tiers.api import (
     AbortRestore,
     AbortStore,
@@ -31,7 +31,7 @@ from baton.common.kv.tiers.tiers import Tiers
 from baton.common.messages import SamplingParams
 from baton.decode.request import DecodeRequest, Queued, Times
 from baton.decode.restoring import Landed, Restores
-from baton.decode.storing import SHARE, Stores
+from baton.decode.storing import LAG, SHARE, Stores
 
 PAGE_SIZE = 4
 PAGES = 64
@@ -225,6 +225,21 @@ def test_what_the_tree_got_is_stored_once() -> None:
     assert list(store(planner, longer).keys) == KEYS.of(longer)[10:]
 
 
+def test_what_is_being_stored_is_not_asked_for_again() -> None:
+    """Many prompts begin alike, and what is under way is bounded."""
+    kv = pool()
+    planner = stores(kv)
+    longer = [np.concatenate((prompt(32), prompt(8, seed))) for seed in (3, 4)]
+    for one in longer:
+        cached(kv, one)
+    first, second = [store(planner, one) for one in longer]
+    assert list(second.keys) == KEYS.of(longer[1])[8:]
+    assert planner.cached(longer[0]) == []
+    planner.end(PagesStored(second.job, 2))
+    planner.end(PagesStored(first.job, 0))  # dropped
+    assert list(store(planner, longer[1]).keys) == KEYS.of(longer[1])[:8]
+
+
 def test_pages_being_stored_stay_in_the_tree() -> None:
     kv = pool()
     planner = stores(kv)
@@ -366,6 +381,30 @@ def test_what_was_stored_makes_room_for_the_next() -> None:
     planner.end(dropped := PagesStored(more.job, 0))
     assert planner.go_on(dropped) == [], "the next would be dropped as well"
     planner.end(PagesStored(first.job, 10))
+
+
+def test_what_is_clean_is_not_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = crowded()
+    planner = stores(kv, config=BACK)
+    while commands := planner.cached(prompt(40)):
+        for command in commands:
+            planner.end(PagesStored(command.job, len(command.keys)))
+    looks: list[int] = []
+    coldest = kv.prefix.coldest
+
+    def counted(count: int) -> list[tuple[I32, PrefixMatch]]:
+        looks.append(count)
+        return coldest(count)
+
+    monkeypatch.setattr(kv.prefix, "coldest", counted)
+    assert planner.cached(prompt(40)) == []
+    assert not looks
+    seed = 5
+    while not looks:  # as pages go, others are next
+        cached(kv, prompt(PAGE_SIZE, seed))
+        planner.cached(prompt(PAGE_SIZE, seed))
+        seed += 1
+    assert seed - 5 <= PAGES // SHARE // LAG + 2
 
 
 def test_while_somebody_lacks_pages_only_a_share_is_kept_from_him() -> None:
