@@ -167,11 +167,14 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
 
 
 def weights_identity(spec: str) -> str:
-    """Names the weights by the content of all files: models with equal names compute the same KV."""
+    """Names the weights by the content of all files, and what computes with them: models with equal names compute the
+    same KV. What was kept by another version may have been computed otherwise."""
     source = resolve_source(spec)
+    computed_by = [f"{package}-{version(package)}" for package in ("baton-pd", "transformers")]
     if source.kind == "gguf":
-        return _cache_name(source)
-    return "-".join(file_digest(path) for path in sorted(source.path.iterdir()) if path.is_file())
+        return "-".join([_cache_name(source), *computed_by])
+    digests = [file_digest(path) for path in sorted(source.path.iterdir()) if path.is_file()]
+    return "-".join([*digests, *computed_by])
 
 
 def _eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from baton.common.errors import ConfigError
+from baton.common.model import loading
 from baton.common.model.cache import cached
-from baton.common.model.loading import load_tokenizer, model_info
+from baton.common.model.loading import load_tokenizer, model_info, weights_identity
 from baton.common.model.spec import resolve_source
 
 
@@ -47,6 +49,27 @@ def test_a_broken_gguf_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     broken.write_bytes(b"GGUF but not really")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(broken))
+
+
+def test_weights_are_named_by_content_and_by_what_computes_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that were kept under a name outlive the process, and its software."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    before = weights_identity(one)
+    assert weights_identity(other) == before
+    for package in ("transformers", "baton-pd"):
+        with monkeypatch.context() as newer:
+            newer.setattr(loading, "version", lambda asked, new=package: "99" if asked == new else version(asked))
+            assert weights_identity(one) != before
+    (tmp_path / "one" / "config.json").write_text('{"rope_theta": 1}')
+    assert weights_identity(one) != before
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"Weights")
+    assert weights_identity(other) != before
 
 
 def test_locating_the_built_in_does_not_import_its_package() -> None:
