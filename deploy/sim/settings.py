@@ -163,6 +163,12 @@ def random_settings(seed: int) -> WorldSettings:
         ),
         prefix_cache="chunk" if rng.random() < 0.2 else "radix",
     )
+    return _with_layout(settings, rng, calm)
+
+
+def _with_layout(settings: WorldSettings, rng: Random, calm: bool) -> WorldSettings:
+    """With a model of any layer groups; some of those that can have tiers below their pools do."""
+    page_size = settings.page_size
     full, slides, state = rng.choice(LAYOUTS)
     window = rng.choice((5, 11, 32)) if slides else 0
     # Enough for the largest request, so that only full attention makes one too long; not for many at a time.

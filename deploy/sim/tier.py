@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.kv.layout import KvLayout
 from baton.common.kv.tiers.api import (
     AbortRestore,
     AbortStore,
@@ -57,10 +56,9 @@ class SharedStore:
 
 def page_keys_of(settings: WorldSettings) -> PageKeys | None:
     """None: this world has no tiers."""
-    layout: KvLayout = settings.layout
-    if not settings.tiers.named or not can_be_tiered(layout):
+    if not settings.tiers.named or not can_be_tiered(settings.layout):
         return None
-    return PageKeys.of_model({"weights": "fake"}, layout.page_size)
+    return PageKeys.of_model({"weights": "fake"}, settings.page_size)
 
 
 class SimTier:
@@ -72,13 +70,12 @@ class SimTier:
         self._store = store
         self._settings = process.world.settings
         self._rng = process.world.rng
-        self._aborted: dict[JobId, bool] = {}  # of the restores under way
-        self._stores_over: set[JobId] = set()
-        self._jobs = 0
+        self._stores: dict[JobId, bool] = {}  # under way, and whether it was aborted
+        self._restores: dict[JobId, bool] = {}
 
     @property
     def quiet(self) -> bool:
-        return self._jobs == 0
+        return not self._stores and not self._restores
 
     def take(self, command: TierCommand) -> None:
         match command:
@@ -86,45 +83,43 @@ class SimTier:
                 self._process.deliver(PagesStored(job, 0))
             case RestorePages(job) if self._refuses():
                 self._process.deliver(PagesRestored(job, 0))
-            case StorePages():
-                self._jobs += 1
+            case StorePages(job):
+                self._stores[job] = False
                 self._later(lambda: self._store_from(command, 0))
             case RestorePages(job):
-                self._jobs += 1
-                self._aborted[job] = False
+                self._restores[job] = False
                 self._restore_from(command, 0)
             case AbortStore(job):
-                self._stores_over.add(job)
+                if job in self._stores:
+                    self._stores[job] = True
             case AbortRestore(job):
-                if job in self._aborted:
-                    self._aborted[job] = True
+                if job in self._restores:
+                    self._restores[job] = True
 
     def _refuses(self) -> bool:
-        return self._jobs >= MAX_JOBS or self._rng.random() < self._settings.tier_loss
+        busy = len(self._stores) + len(self._restores) >= MAX_JOBS
+        return busy or self._rng.random() < self._settings.tier_loss
 
     def _later(self, action: Callable[[], None]) -> None:
         self._process.after(self._rng.random() * self._settings.tier_page_s, action, "tier")
 
     def _store_from(self, command: StorePages, at: int) -> None:
-        over = at == len(command.keys) or command.job in self._stores_over
+        over = at == len(command.keys) or self._stores[command.job]
         if not over and self._rng.random() >= self._settings.tier_loss:
             page = int(command.page_ids[at])
             self._process.assert_copied_from(page)
             self._store.put(command.keys[at], self._pages[page])
             self._later(lambda: self._store_from(command, at + 1))
             return
-        self._jobs -= 1
+        del self._stores[command.job]
         self._process.world.probe("stored", (self._process, command))
         self._process.deliver(PagesStored(command.job, at))
 
     def _restore_from(self, command: RestorePages, at: int) -> None:
-        if at < len(command.keys) and not self._aborted[command.job]:
+        if at == len(command.keys) or self._restores[command.job]:
+            self._end_restore(command, at)
+        else:
             self._later(lambda: self._restore_page(command, at))  # an abort does not stop it any more
-            return
-        self._jobs -= 1
-        del self._aborted[command.job]
-        self._process.world.probe("restored", (self._process, command, at))
-        self._process.deliver(PagesRestored(command.job, at))
 
     def _restore_page(self, command: RestorePages, at: int) -> None:
         page, content = int(command.page_ids[at]), self._store.get(command.keys[at])
@@ -132,7 +127,11 @@ class SimTier:
         if content is not None and self._rng.random() >= self._settings.tier_loss:
             self._pages[page] = content
             self._restore_from(command, at + 1)
-            return
-        self._pages[page] = 0xEE  # what a damaged page leaves behind is never said to be there
-        self._aborted[command.job] = True
-        self._restore_from(command, at)
+        else:
+            self._pages[page] = 0xEE  # what a damaged page leaves behind is never said to be there
+            self._end_restore(command, at)
+
+    def _end_restore(self, command: RestorePages, pages: int) -> None:
+        del self._restores[command.job]
+        self._process.world.probe("restored", (self._process, command, pages))
+        self._process.deliver(PagesRestored(command.job, pages))
