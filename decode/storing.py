@@ -65,7 +65,7 @@ class Stores:
         self._open: dict[JobId, _Store] = {}
         self._pages_open = 0
         # By page id, the name under which its content was stored last. A page that holds something else by now has
-        # another name, so this is never wrong, whatever has become of the page; at worst it is stored again.
+        # another name, so this is never wrong of the page. The tiers may have lost it since: nobody hears of that.
         self._stored_as = np.zeros((pool.total_pages + 1, KEY_BYTES), dtype=np.uint8)
         self._being_read = np.zeros(pool.total_pages + 1, dtype=np.bool_)
         # By its last page id, a digest of a prefix all of whose pages were stored: saves making the names again.
