@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import ray
 from harness import Outcome, Question, ask, ask_all, check, kill, kill_config, question, wait_clean
-from layered import LAYERED
 
 from baton.common.config import ClusterConfig, DecodeConfig, KvConfig, ModelConfig, TiersConfig
 from baton.common.ids import WorkerId
 from baton.deploy.client import Client
-from baton.deploy.launch import ClusterHandle, LaunchError, launch
+from baton.deploy.launch import ClusterHandle, launch
 from baton.transfer.worker import WorkerStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -71,11 +70,6 @@ def status_of(cluster: ClusterHandle) -> WorkerStatus:
     assert actor is not None
     status: WorkerStatus = ray.get(actor.status.remote(), timeout=60.0)
     return status
-
-
-def test_a_model_that_cannot_use_tiers_is_refused(ray_session: None) -> None:
-    with pytest.raises(LaunchError, match=r"kv\.tiers.*sliding or recurrent"):
-        launch(config("tiers-layered", TiersConfig(host_bytes=1 << 20)), class_paths=LAYERED)
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

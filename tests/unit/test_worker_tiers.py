@@ -1,0 +1,45 @@
+"""How a worker opens the tiers below its pool, before it is on the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.common.config import ClusterConfig, KvConfig, ModelConfig, TiersConfig
+from baton.common.engine.batch import ModelRunner
+from baton.common.engine.core_api import EngineCore
+from baton.common.engine.fake_runner import fake_runner
+from baton.common.errors import ConfigError
+from baton.common.ids import WorkerId
+from baton.common.kv.layout import KvLayout
+from baton.transfer.process import ProcessSpec
+from baton.transfer.worker import WorkerProcess
+
+LAYOUTS = [KvLayout(16, window=64), KvLayout(16, state=True), KvLayout(16, full=False, window=64)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(layout.components))
+def test_a_model_that_cannot_use_tiers_is_refused(layout: KvLayout, tmp_path: Path) -> None:
+    config = ClusterConfig(model=ModelConfig(model="fake"), kv=KvConfig(tiers=TiersConfig(host_bytes=1 << 20)))
+    spec = ProcessSpec(
+        worker=WorkerId("decode-0"),
+        role="decode",
+        incarnation=1,
+        controller_address="tcp://127.0.0.1:1",
+        keys=None,
+        config=config,
+        cores=(),
+        run_dir=str(tmp_path),
+    )
+
+    def runner(spec: ProcessSpec, say: Callable[[str], None]) -> ModelRunner:
+        return fake_runner(dict.fromkeys(layout.components, 33), 16, layout=layout)
+
+    def core(*_: object) -> EngineCore:
+        pytest.fail("nothing is served")
+
+    process = WorkerProcess(spec, core, 8, 64, runner, has_tiers=True)
+    with pytest.raises(ConfigError, match=r"kv\.tiers.*sliding or recurrent"):
+        process.load(lambda step: None)
