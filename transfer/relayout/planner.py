@@ -200,17 +200,14 @@ def plan_relayout(source: SideLayout, sink: SideLayout, lossy: Collection[str] =
         return Relayout(source, sink, {}, least)
     _require_equal("components", "+".join(source.layout.components), "+".join(sink.layout.components))
     _require_equal("window", source.layout.window, sink.layout.window)
-    routes, least = {}, {}
-    for here, there in zip(source.pools, sink.pools, strict=True):
-        conversions = _conversions(here, there, lossy)
-        least[there.component] = sum(
-            _elements(kept) * conversion.wire_itemsize
-            for kept, conversion in zip(there.fields, conversions, strict=True)
-        )
-        routes[there.component] = (here, there, conversions)
+    met = [
+        (here, there, _conversions(here, there, lossy)) for here, there in zip(source.pools, sink.pools, strict=True)
+    ]
     source.check("source")
     sink.check("sink")
-    return Relayout(source, sink, {component: _routes(*pair) for component, pair in routes.items()}, least)
+    routes = {there.component: _routes(here, there, conversions) for here, there, conversions in met}
+    least = {there.component: _least_converted(there, conversions) for _, there, conversions in met}
+    return Relayout(source, sink, routes, least)
 
 
 def _conversions(source: PoolLayout, sink: PoolLayout, lossy: Collection[str]) -> tuple[Conversion, ...]:
@@ -252,6 +249,12 @@ def _elements(kept: FieldLayout) -> int:
     return sum(
         math.prod(sum(run.count for run in runs) for runs in placement.axes) for placement in kept.ranks if placement
     )
+
+
+def _least_converted(pool: PoolLayout, conversions: Sequence[Conversion]) -> int:
+    """As `Relayout.least_bytes`."""
+    fields = zip(pool.fields, conversions, strict=True)
+    return sum(_elements(kept) * conversion.wire_itemsize for kept, conversion in fields)
 
 
 def _least_alike(pool: PoolLayout, page_size: int) -> int:

@@ -35,15 +35,6 @@ class Route:
     source_tokens: Runs
     sink_tokens: Runs
 
-    @property
-    def elements(self) -> int:
-        return sum(box.elements for box in self.boxes)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Per token, or of the state."""
-        return self.elements * self.conversion.wire_itemsize
-
 
 Cell = tuple[Interval, ...]
 
