@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, Kernels, load_kernels
+from baton.common.engine.kernels import CompiledPagedAttention, Kernels, load_kernels
 from baton.common.engine.paged_attention import PagedAttention, TorchPagedAttention
 from baton.common.errors import ConfigError
 from baton.common.log import EventLog
 from baton.common.model.cache import Progress, silent
+from baton.common.native import BuildError
 
 _log = EventLog("baton.engine")
 
@@ -29,14 +30,15 @@ def choose_backends(choice: AttentionChoice, head_dim: int, progress: Progress =
     for and cannot be had."""
     if choice == "torch":
         return Backends(TorchPagedAttention(), None)
-    try:
-        kernels = load_kernels(progress)
-        if head_dim % 16:
-            raise KernelBuildError(f"head size {head_dim} is not a multiple of 16")
-    except KernelBuildError as error:
-        if choice == "compiled":
-            raise ConfigError("model.attention", choice, str(error), 'use "auto" or "torch"') from error
-        _log.warning("kernels_missing", reason=str(error))
-        progress(f"steps run on plain torch, several times slower: {error}")
-        return Backends(TorchPagedAttention(), None)
-    return Backends(CompiledPagedAttention(kernels), kernels)
+    reason = f"head size {head_dim} is not a multiple of 16"
+    if head_dim % 16 == 0:
+        try:
+            kernels = load_kernels(progress)
+            return Backends(CompiledPagedAttention(kernels), kernels)
+        except BuildError as error:
+            reason = str(error)
+    if choice == "compiled":
+        raise ConfigError("model.attention", choice, reason, 'use "auto" or "torch"')
+    _log.warning("kernels_missing", reason=reason)
+    progress(f"steps run on plain torch, several times slower: {reason}")
+    return Backends(TorchPagedAttention(), None)

@@ -16,7 +16,7 @@ import torch
 
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
 from baton.common.model.cache import Progress, silent
-from baton.common.native import BuildError, NativeLibrary, built
+from baton.common.native import NativeLibrary, built
 
 LIBRARY = NativeLibrary(
     name="kernels",
@@ -25,7 +25,6 @@ LIBRARY = NativeLibrary(
     # -ffast-math would break the -inf of masked scores; the last two change no result.
     flags=("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
 )
-KernelBuildError = BuildError  # also raised for what the kernels cannot compute
 UNIT_QUERIES = 64  # from here on matrix units win
 
 
@@ -168,5 +167,5 @@ class CompiledPagedAttention:
 
 
 def load_kernels(progress: Progress = silent) -> Kernels:
-    """Builds the library if this machine has not done so yet. Raises KernelBuildError."""
+    """Builds the library if this machine has not done so yet. Raises BuildError."""
     return Kernels(built(LIBRARY, progress))

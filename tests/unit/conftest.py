@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
     """The compiled kernels, where there is a compiler."""
-    from baton.common.engine.kernels import KernelBuildError, load_kernels  # heavy, and most tests need no model
+    from baton.common.engine.kernels import load_kernels  # heavy, and most tests need no model
+    from baton.common.native import BuildError
 
     try:
         return load_kernels()
-    except KernelBuildError as error:
+    except BuildError as error:
         pytest.skip(str(error))
 
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.engine.kernels import CompiledPagedAttention, KernelBuildError, load_kernels
+from baton.common.engine.backends import choose_backends
+from baton.common.engine.kernels import CompiledPagedAttention, load_kernels
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention
+from baton.common.errors import ConfigError
 from baton.common.memory import system_memory
+from baton.common.native import BuildError
 
 ROWS = ((1, 1), (1, 17), (5, 5), (3, 70), (65, 130), (1, 600), (2, 1100), (130, 131), (1, 64))  # (queries, KV length)
 PLAIN = TorchPagedAttention()
@@ -21,7 +24,7 @@ PLAIN = TorchPagedAttention()
 def compiled() -> CompiledPagedAttention:
     try:
         return CompiledPagedAttention(load_kernels())
-    except KernelBuildError as error:
+    except BuildError as error:
         pytest.skip(str(error))
 
 
@@ -149,3 +152,12 @@ def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> N
     )
     assert torch.equal(ours, expected)
     assert torch.equal(pool[num_pages - 1, layers - 1], small[1, 0])
+
+
+def test_a_head_size_that_the_kernels_cannot_do_runs_on_torch() -> None:
+    said: list[str] = []
+    backends = choose_backends("auto", 20, said.append)
+    assert (type(backends.attention), backends.kernels) == (TorchPagedAttention, None)
+    assert "head size 20" in said[-1]
+    with pytest.raises(ConfigError, match=r"model\.attention.*head size 20"):
+        choose_backends("compiled", 20)
