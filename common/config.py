@@ -52,9 +52,9 @@ class TiersConfig:
     disk_bytes: int = 16 << 30  # per decode worker
     external: str = ""  # file:///directory, shared by all decode workers, of other hosts too if it is mounted there
     external_bytes: int = 64 << 30  # of all together
-    write: Literal["through", "back"] = "through"  # to every level at once; or to the next when one gives a page up
+    write: Literal["through", "back"] = "through"  # to every level once cached; or one down, before it is given up
     restore_min_pages: int = 2  # fewer are not worth asking for: a prefill worker sends them with the rest
-    restore_deadline_s: float = 2.0  # a slower restore or copy of a retracted request is cut short; what landed stays
+    restore_deadline_s: float = 2.0  # a slower restore, or copy that others wait for, is cut short; what landed stays
     max_queued_jobs: int = 64  # stores beyond it are dropped, restores come back empty
 
     @property

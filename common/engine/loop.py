@@ -32,7 +32,7 @@ FATAL_EXIT_CODE = 70
 CHECK_INTERVAL_S = 1.0
 """Least time between two invariant checks at idle moments."""
 CHECK_SHARE = 50
-"""And least part of the time that they leave to others: a walk over a large cache takes a while."""
+"""And such checks take at most one part in so many of the time: a walk over a large cache takes a while."""
 
 _log = EventLog("baton.engine")
 ResultT = TypeVar("ResultT")
