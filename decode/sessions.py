@@ -114,4 +114,4 @@ class Sessions:
 
     def holdings(self) -> Iterable[Holding]:
         for slot in self._slots.values():
-            yield Holding(OwnerClass.SESSION, f"session {slot.session_id}", slot.record)
+            yield Holding(OwnerClass.SESSION, slot.session_id, slot.record)

@@ -23,7 +23,7 @@ class Transition:
     component: Component = Component.FULL
 
     def __str__(self) -> str:
-        row = "" if self.row is None else f" row {self.row}"
+        row = "" if self.row is None else f" (row {self.row})"
         return f"#{self.number} at {self.at_s:.3f} s: {self.change}{row}, {len(self.pages)} pages ({self.component})"
 
 

@@ -68,7 +68,7 @@ def test_five_turns_send_each_token_at_most_once(page_size: int) -> None:
         assert timeline is not None
         assert timeline.transferred_tokens == len(asked)
         assert timeline.local_tokens < page_size
-        assert slots(rig) == ["session s"]
+        assert slots(rig) == ["s"]
         conversation = joined(conversation, answer, prompt_of(17 + number, number + 1))
     rig.tell(CloseSession(session_id=SessionId(SESSION)))
     assert slots(rig) == []
@@ -102,7 +102,7 @@ def test_a_turn_that_is_cancelled_gives_its_record_back_and_the_next_one_goes_on
     rig.settle()
     assert slots(rig) == []
     turn(rig, 1, second)
-    assert slots(rig) == ["session s"]
+    assert slots(rig) == ["s"]
 
 
 @pytest.mark.parametrize("hold", [True, False])
@@ -131,7 +131,7 @@ def test_an_answer_that_the_gateway_found_complete_keeps_the_session() -> None:
         rig.run(rig.decode.step() or [])
     rig.cancel("stopped", answered=True)
     rig.settle()
-    assert slots(rig) == ["session s"]
+    assert slots(rig) == ["s"]
     before = len(sinks(rig))
     turn(rig, 1, joined(first, said(rig, "stopped")[:4], prompt_of(30, 1)))  # the stop string began behind 4 tokens
     assert sinks(rig)[before].start == 28  # 25 tokens are known: the page's rest is computed, whole pages are sent
@@ -148,7 +148,7 @@ def test_a_refused_turn_leaves_the_slot_as_it_is() -> None:
     failure = rig.gateway.finals["refused"].failure
     assert failure is not None
     assert failure.code is ErrorCode.OVERLOADED
-    assert slots(rig) == ["session s"]
+    assert slots(rig) == ["s"]
     rig.settle()
     before = len(sinks(rig))
     turn(rig, 1, second)
@@ -183,13 +183,13 @@ def test_sessions_are_bounded_oldest_first() -> None:
     for name in "abc":
         turn(rig, 0, prompt_of(9, ord(name)), session=name)
         rig.run(rig.decode.pass_time(10.0))
-    assert slots(rig) == ["session b", "session c"]
+    assert slots(rig) == ["b", "c"]
     due_s = rig.decode.core.next_deadline()
     assert due_s is not None
     rig.run(rig.decode.pass_time(due_s - rig.decode.now - 0.001))
-    assert slots(rig) == ["session b", "session c"]
+    assert slots(rig) == ["b", "c"]
     rig.run(rig.decode.pass_time(0.001))
-    assert slots(rig) == ["session c"]
+    assert slots(rig) == ["c"]
     rig.run(rig.decode.pass_time(1000.0))
     rig.assert_clean()
 
@@ -265,7 +265,7 @@ def test_a_retracted_turn_shares_what_it_finds_when_it_comes_back() -> None:
     rig.decode.pool.clear_cache()
     rig.settle()
     assert said(rig, "s1") == fake_generate(second, GREEDY, 12)
-    assert slots(rig) == ["session s"]
+    assert slots(rig) == ["s"]
     turn(rig, 2, joined(second, said(rig, "s1"), prompt_of(4, 2)))
     rig.settle()
     rig.tell(CloseSession(session_id=SessionId(SESSION)))

@@ -77,7 +77,7 @@ def test_a_leaked_page_is_named_with_its_history() -> None:
     world.pool.transitions.record("free -> row", pages, 3)  # type: ignore[union-attr]
     message = world.violation()
     assert f"page {pages[0]} is owned by nobody" in message
-    assert "free -> row row 3" in message
+    assert "free -> row (row 3), 1 pages (full)" in message
 
 
 def test_a_page_in_two_owners_is_named_with_both() -> None:
