@@ -29,8 +29,8 @@ class GatewayMetrics:
         )
         self._tokens = Counter("baton_output_tokens", "Output tokens received.", registry=self._registry)
         self._prompt = Counter(
-            "baton_prompt_tokens", "Prompt tokens, by the origin of their KV: local, cached, transferred.", ["source"],
-            registry=self._registry,
+            "baton_prompt_tokens", "Prompt tokens, by the origin of their KV: local, cached, restored, transferred.",
+            ["source"], registry=self._registry,
         )  # fmt: skip
         self._bytes = Counter(
             "baton_transfer_bytes", "KV bytes handed over, by lane.", ["lane"], registry=self._registry

@@ -43,7 +43,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         f"[bold]{status.model}[/], at most {status.max_model_len} tokens; baton {status.version}; {ready}; "
         f"{status.requests.running} requests running, {status.requests.queued} waiting\n"
     )
-    table = _table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages free", ">of")
+    table = _table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages available", ">of")
     for worker in status.workers:
         load = worker.load
         state = "[red]silent[/]" if worker.silent else "draining" if load.draining else "ok"
@@ -181,8 +181,8 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
     )
     console.print(moves)
     console.print(
-        "[dim]prompt = here (computed by the decode worker) + cached (it had them, or a tier below its pool)\n"
-        "+ moved.\n"
+        "[dim]prompt = here + cached + moved. here: computed by the decode worker;\n"
+        "cached: it had them, or a tier below its pool.\n"
         "found: those of the moved ones that the prefill worker had cached.[/]"
     )
 

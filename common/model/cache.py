@@ -35,7 +35,7 @@ def cached(key: str, build: Callable[[Path], None], progress: Progress = silent)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress(f"waiting for another process that prepares {entry.name}")
+            progress(f"waiting for another process that prepares {key}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if entry.is_dir():
             return entry
