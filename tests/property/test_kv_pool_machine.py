@@ -255,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
         record = request.record
         fill_len = data.draw(st.integers(record.cache_protected_len, len(request.tokens)))
         committed = min(request.committed, data.draw(st.integers(record.cache_protected_len, fill_len)))
-        if not self.pool.can_go_back(record, committed):
+        if fill_len <= self.pool.longest and not self.pool.can_go_back(record, committed):
             with pytest.raises(OwnershipError):
                 self.pool.pre_alloc(request, request.tokens, fill_len, committed)
             return
