@@ -45,7 +45,6 @@ from baton.common.messages import (
     Submit,
     TokenLogprob,
     pack_tokens,
-    unpack_tokens,
 )
 from baton.common.units import page_ceil
 from baton.decode.admission import ActiveRequest
@@ -65,7 +64,7 @@ from baton.decode.request import (
     State,
     Stopping,
     Storing,
-    Times,
+    new_request,
 )
 from baton.decode.restoring import Restores
 from baton.decode.retract import choose_victim
@@ -195,25 +194,8 @@ class DecodeCore:
             return
         for older in [one for one in self._requests.values() if one.key[0] == key[0] and one.final is None]:
             self._fail(older, ErrorCode.CANCELLED, "a later placement has come", now)
-        outputs = unpack_tokens(message.outputs).tolist()
         self._numbers += 1
-        request = DecodeRequest(
-            number=self._numbers,
-            key=key,
-            gateway=sender,
-            prompt=unpack_tokens(message.prompt),
-            outputs=outputs,
-            sampling=message.sampling,
-            deadline_s=now + message.ttl_s,
-            preferred=message.prefill_worker,
-            state=Queued(now),
-            times=Times(now),
-            stop_ids=frozenset(message.sampling.stop_token_ids),
-            limit=min(message.sampling.max_tokens, self._max_context_len - len(message.prompt) // 4),
-            inherited=len(outputs),
-            session_id=SessionId(message.session_id),
-            thinking_token_id=message.thinking_token_id,
-        )
+        request = new_request(self._numbers, sender, message, self._max_context_len, now)
         self._requests[key] = request
         self._deadlines.set(key, request.deadline_s)
         self._outbox.submitted(request)
@@ -294,7 +276,7 @@ class DecodeCore:
             first_index=0,
             finish_reason=reason,
             failure=failure,
-            timeline=request.timeline(now, self._stamp.worker),
+            timeline=request.times.timeline(now, self._stamp.worker),
         )
         first = len(request.outputs) if first_index is None else first_index
         self._let_go(request, failure, now)
@@ -360,8 +342,8 @@ class DecodeCore:
                 self._fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
             elif allocation.reason is not RefusalReason.NO_ROW and self._give_up_session(now):
                 self._waiting.stir()  # who waits goes before who may come back
-            elif request.times.refused_since_s is None:
-                request.times.refused_since_s = now
+            else:
+                request.times.refused(now)
 
     def _active(self) -> Iterable[ActiveRequest]:
         for request in self._requests.values():
@@ -372,12 +354,8 @@ class DecodeCore:
 
     def _start(self, request: DecodeRequest, now: float) -> None:
         assert isinstance(request.state, Queued), request.state
-        times = request.times
-        times.queue_s += now - request.state.since_s
-        if times.refused_since_s is not None:
-            times.reserve_wait_s += now - times.refused_since_s
-            times.refused_since_s = None
-        request.begin_count()
+        request.times.admitted(request.state.since_s, now)
+        request.times.begin_count()
         request.count_tokens(0, request.record.kv_committed_len, "cached_tokens")
         request.handoff = self._handoffs.new_id()
         request.attempt = 0
@@ -387,7 +365,7 @@ class DecodeCore:
             self._fill(request, now)
             return
         request.state = Restoring(restore.job)
-        times.restoring_since_s = now
+        request.times.restoring_since_s = now
         self._commands.append(restore)
 
     # ----------------------------------------------------------------------------- where the KV comes from
@@ -398,10 +376,7 @@ class DecodeCore:
         request.count_tokens(start, until, "restored_tokens")
         self.pool.commit_incoming(request.record, until)
         self.restored_tokens += until - start
-        times = request.times
-        assert times.restoring_since_s is not None
-        times.restore_s += now - times.restoring_since_s
-        times.restoring_since_s = None
+        request.times.restored(now)
         match request.state:
             case Restoring():
                 self._fill(request, now)
@@ -465,7 +440,7 @@ class DecodeCore:
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request, start = self._handoffs.close(event.key)
         request.count_tokens(start, start + event.result.cached_tokens, "prefill_cached_tokens")
-        self._book_transfer(request, event, start, request.fill_len)
+        request.count_transfer(event, start, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
         match request.state:
             case Incoming():
@@ -486,7 +461,7 @@ class DecodeCore:
         if self.pool.lands_in_part:
             self._keep_what_landed(request, event, start)
         else:
-            self._book_transfer(request, event, start, start)
+            request.count_transfer(event, start, start)
             self.pool.abandon_incoming(request.record)
             request.recount_cached(request.record.kv_committed_len)
         match request.state:
@@ -501,16 +476,8 @@ class DecodeCore:
         # All may have landed without the first output: then the last position is computed once more, for its logits.
         most = request.fill_len - 1 if request.wants_first_token else request.fill_len
         landed = max(min(event.landed_until, most), request.record.kv_committed_len)
-        self._book_transfer(request, event, start, landed)
+        request.count_transfer(event, start, landed)
         self.pool.commit_incoming(request.record, landed)
-
-    def _book_transfer(
-        self, request: DecodeRequest, event: SinkCommitted | SinkFailed, start: int, landed_until: int
-    ) -> None:
-        if landed_until > start:
-            request.times.lane = event.lane
-        request.times.transfer_bytes += event.nbytes
-        request.count_tokens(start, landed_until, "transferred_tokens")
 
     def _run(
         self, request: DecodeRequest, now: float, first_token: int = -1, logprob: TokenLogprob | None = None
@@ -521,8 +488,7 @@ class DecodeCore:
             self.pool.cache_finished_req(request, request.fill_tokens, kv_len_to_handle=effective_len)
             self._keep_below(request.fill_tokens[:effective_len])
         request.state = RUNNING
-        request.times.running_since_s = now
-        request.times.counted = True
+        request.times.runs(now)
         self._compute.running.append(request)
         if request.wants_first_token:
             assert first_token >= 0, f"{request.key} was filled without its first token"
@@ -555,11 +521,7 @@ class DecodeCore:
         """Its pages are given back, at once or when they were copied to a tier (False)."""
         self._compute.remove(request)
         self.retractions += 1
-        times = request.times
-        times.retractions += 1
-        if times.running_since_s is not None:
-            times.decode_s += now - times.running_since_s
-            times.running_since_s = None
+        request.times.retracted(now)
         backup = self._stores.retract(request, now)
         if backup is None:
             self._push_back(request, now)

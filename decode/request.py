@@ -1,4 +1,4 @@
-"""One request on a decode worker: its identity, its tokens, its KV record, where it stands, where its time went.
+"""One request on a decode worker: its identity, its tokens, its KV record, where it stands.
 
 Owns the output tokens until the gateway has them all. Never decides anything: that is `core.DecodeCore`'s.
 
@@ -21,7 +21,9 @@ import numpy.typing as npt
 from baton.common.ids import NO_SESSION, HandoffId, HandoffKey, RequestId, SessionId, Stamp, WorkerId
 from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import JobId
-from baton.common.messages import Output, SamplingParams, Timeline, TokenLogprob
+from baton.common.messages import Output, SamplingParams, Submit, TokenLogprob, unpack_tokens
+from baton.decode.times import Times
+from baton.transfer.api import SinkCommitted, SinkFailed
 
 I32 = npt.NDArray[np.int32]
 THINKING_TAIL = 4  # so near to the end of a prompt its template begins the thinking
@@ -85,35 +87,6 @@ class Done:
 State = Queued | Restoring | Incoming | Prefilling | Running | Storing | Stopping | Leaving | Done
 
 
-@dataclass(slots=True)
-class Times:
-    """Sums for the `Timeline`. Token counts are of the first pass that got to the end of the prompt, so that they add
-    up to it."""
-
-    arrived_s: float
-    queue_s: float = 0.0
-    reserve_wait_s: float = 0.0
-    refused_since_s: float | None = None
-    restore_s: float = 0.0
-    restoring_since_s: float | None = None
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    scatter_s: float = 0.0
-    running_since_s: float | None = None
-    decode_s: float = 0.0
-    transfer_bytes: int = 0
-    lane: str = ""
-    prefill_worker: str = ""
-    local_tokens: int = 0
-    cached_tokens: int = 0
-    restored_tokens: int = 0
-    transferred_tokens: int = 0
-    prefill_cached_tokens: int = 0
-    attempts: int = 0
-    retractions: int = 0
-    counted: bool = False  # the token counts are complete
-
-
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """A `KvHolder`. `outputs` begins with what earlier placements produced (`inherited` of them)."""
@@ -127,9 +100,9 @@ class DecodeRequest:
     deadline_s: float
     preferred: WorkerId | None
     state: State
-    times: Times
     stop_ids: frozenset[int]
     limit: int  # most outputs: by request, or until the context is full
+    times: Times = field(default_factory=Times)
     inherited: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of outputs[inherited:], when asked for
     kv: ReqKvInfo | None = None
@@ -199,38 +172,35 @@ class DecodeRequest:
         if not self.times.counted and tokens > 0:
             setattr(self.times, how, getattr(self.times, how) + tokens)
 
-    def begin_count(self) -> None:
-        """A pass over the prompt begins; an earlier one that was cut short does not count."""
-        times = self.times
-        if not times.counted:
-            times.cached_tokens = times.restored_tokens = times.local_tokens = 0
-            times.transferred_tokens = times.prefill_cached_tokens = 0
+    def count_transfer(self, event: SinkCommitted | SinkFailed, start: int, landed_until: int) -> None:
+        """A hand-off has ended; tokens [start, landed_until) are of use."""
+        if landed_until > start:
+            self.times.lane = event.lane
+        self.times.transfer_bytes += event.nbytes
+        self.count_tokens(start, landed_until, "transferred_tokens")
 
     def recount_cached(self, known: int) -> None:
         """What was counted beyond the first `known` tokens has to be had once more."""
-        self.begin_count()
+        self.times.begin_count()
         self.count_tokens(0, known, "cached_tokens")
 
-    def timeline(self, now: float, worker: WorkerId) -> Timeline:
-        times = self.times
-        running_s = 0.0 if times.running_since_s is None else now - times.running_since_s
-        return Timeline(
-            queue_s=times.queue_s,
-            reserve_wait_s=times.reserve_wait_s,
-            restore_s=times.restore_s,
-            prefill_s=times.prefill_s,
-            transfer_s=times.transfer_s,
-            scatter_s=times.scatter_s,
-            decode_s=times.decode_s + running_s,
-            transfer_bytes=times.transfer_bytes,
-            lane=times.lane,
-            prefill_worker=times.prefill_worker,
-            decode_worker=worker,
-            local_tokens=times.local_tokens,
-            cached_tokens=times.cached_tokens,
-            restored_tokens=times.restored_tokens,
-            transferred_tokens=times.transferred_tokens,
-            prefill_cached_tokens=times.prefill_cached_tokens,
-            attempts=times.attempts,
-            retractions=times.retractions,
-        )
+
+def new_request(number: int, gateway: Stamp, message: Submit, max_context_len: int, now: float) -> DecodeRequest:
+    """As the gateway submitted it."""
+    prompt, outputs = unpack_tokens(message.prompt), unpack_tokens(message.outputs).tolist()
+    return DecodeRequest(
+        number=number,
+        key=(message.request_id, message.placement),
+        gateway=gateway,
+        prompt=prompt,
+        outputs=outputs,
+        sampling=message.sampling,
+        deadline_s=now + message.ttl_s,
+        preferred=message.prefill_worker,
+        state=Queued(now),
+        stop_ids=frozenset(message.sampling.stop_token_ids),
+        limit=min(message.sampling.max_tokens, max_context_len - len(prompt)),
+        inherited=len(outputs),
+        session_id=SessionId(message.session_id),
+        thinking_token_id=message.thinking_token_id,
+    )

@@ -24,7 +24,7 @@ from baton.common.messages import (
     encode_frame,
 )
 from baton.decode.outbox import MAX_TOKENS_PER_OUTPUT, Outbox
-from baton.decode.request import DecodeRequest, Done, Times
+from baton.decode.request import DecodeRequest, Done
 from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
 
 GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(11))
@@ -45,7 +45,6 @@ def request_with(tokens: int, inherited: int = 0) -> DecodeRequest:
         deadline_s=100.0,
         preferred=None,
         state=Done(),
-        times=Times(0.0),
         stop_ids=frozenset(),
         limit=50_000,
         inherited=inherited,

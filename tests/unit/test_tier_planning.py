@@ -29,7 +29,7 @@ from baton.common.kv.tiers.keys import PageKeys
 from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import Tiers
 from baton.common.messages import SamplingParams
-from baton.decode.request import DecodeRequest, Queued, Times
+from baton.decode.request import DecodeRequest, Queued
 from baton.decode.restoring import Landed, Restores
 from baton.decode.storing import LAG, SHARE, Stores
 
@@ -60,7 +60,6 @@ def request(tokens: I32, outputs: int = 0) -> DecodeRequest:
         deadline_s=100.0,
         preferred=None,
         state=Queued(0.0),
-        times=Times(0.0),
         stop_ids=frozenset(),
         limit=16,
     )
