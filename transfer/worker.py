@@ -175,8 +175,7 @@ class WorkerProcess:
             TransitionLog(self._clock),
             self._step_tokens,
         )
-        named = self._open_tiers(memory, say) if self._has_tiers else None
-        page_keys, opened = named or (None, None)
+        page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
         core = self._make_core(self._stamp, pool, config, max_context_len, page_keys)
         checker = InvariantChecker()
 
@@ -195,9 +194,9 @@ class WorkerProcess:
             clock=self._clock,
         )
         tiers = None
-        if opened is not None:
+        if levels is not None:
             tiers = TierThread(
-                opened,
+                levels,
                 memory.main.as_bytes(),
                 lambda event: engine.deliver(event),
                 self._clock,
@@ -216,8 +215,8 @@ class WorkerProcess:
         self._loaded = _Loaded(pool, core, engine, io, tiers)
         return io
 
-    def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | None:
-        """The levels below the pool and how pages are named there; None when no level can be opened. Raises ConfigError
+    def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
+        """How pages are named below the pool, and the levels there; None when none can be opened. Raises ConfigError
         when they would be of no use."""
         config = self._spec.config
         if not can_be_tiered(memory.layout):
@@ -227,8 +226,8 @@ class WorkerProcess:
         say("naming the weights for the tiers below the pool")
         names = memory.fingerprint() | {"weights": weights_identity(config.model.model)}
         keys = PageKeys.of_model(names, memory.layout.page_size)
-        tiers = open_tiers(config.kv.tiers, self._spec.worker, keys.root, memory.main.page_bytes)
-        return None if tiers is None else (keys, tiers)
+        levels = open_tiers(config.kv.tiers, self._spec.worker, keys.root, memory.main.page_bytes)
+        return (None, None) if levels is None else (keys, levels)
 
     def serve(self) -> None:
         if self._running.tiers is not None:
