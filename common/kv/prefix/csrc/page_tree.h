@@ -8,7 +8,7 @@ namespace baton {
 
 enum Component { kFull, kSwa, kState };
 
-// Gauges and counters. Mirrored by `_Books` in compiled.py.
+// Gauges and counters. Mirrored by `Books` in compiled.py.
 struct Books {
     Counts of[3];
     int64_t nodes;

@@ -10,7 +10,7 @@
 
 using namespace baton;
 
-// What a call answers. Mirrored by `_Reply` in compiled.py. `ids` holds `lengths[0]` ids of the first kind, then
+// What a call answers. Mirrored by `Reply` in compiled.py. `ids` holds `lengths[0]` ids of the first kind, then
 // `lengths[1]` of the second and so on; which kinds, each function says.
 struct Reply {
     int64_t node, end;
