@@ -13,7 +13,7 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, cast, final
@@ -33,6 +33,8 @@ from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
 
 DRAINING_RETRY_AFTER_S = 1.0
+FAREWELL_S = 0.5
+"""For the errors of answers that shutting down cuts off to reach their clients."""
 
 
 class Workers(Protocol):
@@ -370,11 +372,16 @@ class Gateway:
         return Load(running=len(self._running), draining=self._draining)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new and waits for what runs. False: some of it did not end in time."""
+        """Admits nothing new and waits for what runs. False: some of it did not end in time, and was told so."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
+            failure = Failure(code=ErrorCode.DRAINING, reason="this gateway shut down before the answer was complete")
+            for request_id, running in self._running.items():
+                running.put(RequestEnded(request_id, "", failure, None, 0, DRAINING_RETRY_AFTER_S))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), FAREWELL_S)
             return False
         return True
 

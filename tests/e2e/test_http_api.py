@@ -279,6 +279,17 @@ def test_drain_refuses_new_requests_and_waits_for_the_running() -> None:
         assert drained.result(5) is True
 
 
+def test_what_a_drain_cuts_off_ends_with_an_error_and_not_with_a_closed_connection() -> None:
+    with serving(Loopback(script=saying("x" * 2000), pace_s=0.02)) as served, httpx.Client() as client:
+        body = {"model": "fake", "messages": CHAT, "stream": True}
+        with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert served.server.begin(served.gateway.drain(0.05)).result(5) is False
+            (told,) = [line for line in lines if "error" in line]
+            assert '"draining"' in told
+
+
 def test_the_longest_possible_answer_fills_the_model(served: Served) -> None:
     response = post(served, "/v1/chat/completions", messages=CHAT)
     assert response.json()["usage"]["total_tokens"] <= MAX_MODEL_LEN
