@@ -5,7 +5,7 @@ kill, to wait or to start a successor. Never: talks to Ray, to a socket or to a 
 
 Invariants:
 C1. A stamp leaves the membership only after `on_dead`: the shell has *proven* that its process is gone. Others free
-    pages on the strength of it (KV_CONTRACT: quarantined -> free).
+    pages on the strength of it (docs/KV-OWNERSHIP.md: quarantined -> free).
 C2. A seat holds at most one process. A successor is started only after its predecessor is proven dead.
 C3. Incarnations of a seat and versions of the membership only grow, also over a restart of the controller.
 C4. Restarts are bounded: exponential back-off, and at most `max_restarts_per_minute` per seat.

@@ -93,7 +93,7 @@ def kill_and_prove(cluster: str, run_dir: str, worker: WorkerId, incarnation: in
 
     `ray.kill` alone is a request that a stopped process does not hear; SIGKILL on its own node is not. A node that Ray
     has given up is not asked: its processes can reach pages of others only through sockets, and staged lanes need no
-    proof from the peer (KV_CONTRACT, quarantined); the pull lane exists within one host only.
+    proof from the peer (docs/KV-OWNERSHIP.md, quarantined); the pull lane exists within one host only.
     """
     name = actor_name(worker, incarnation)
     handle = find_process(cluster, name)

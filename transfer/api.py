@@ -1,6 +1,6 @@
 """What an engine asks of the transfer plane, and what it hears back. Plain values; no behaviour, no I/O.
 
-Ownership across this border (KV_CONTRACT: "incoming", "outgoing"):
+Ownership across this border (docs/KV-OWNERSHIP.md: "incoming", "outgoing"):
 - After `OpenSink` the destination pages belong to the hand-off. They come back with exactly one `SinkCommitted` (all
   bytes landed and verified) or `SinkFailed` (no one writes them any more). Never with a timer alone.
 - After the first `ShipRegion` the source pages belong to the hand-off. They come back with exactly one

@@ -1,7 +1,7 @@
 """Who owns which page: `Holding` (what a core says it holds), `Census` (the count per class).
 
-Owns no state. The classes are those of KV_CONTRACT §1; they partition the allocatable pages of a pool, and the slots of
-its recurrent states, at every moment: component by component.
+Owns no state. The classes are those of docs/KV-OWNERSHIP.md; they partition the allocatable pages of a pool, and the
+slots of its recurrent states, at every moment: component by component.
 """
 
 from __future__ import annotations
