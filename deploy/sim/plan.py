@@ -17,8 +17,8 @@ from baton.common.messages import (
     SamplingParams,
 )
 from baton.deploy.sim.clients import ClientRequest
-from baton.deploy.sim.process import WorkerProcess
 from baton.deploy.sim.settings import WorldSettings
+from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.world import Report, World
 
 BASE = WorldSettings(region_pages=1, region_s=0.02, arrival_s=0.1, pull_lane=0.0, fault_s=0.0)

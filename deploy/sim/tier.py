@@ -29,7 +29,7 @@ from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.deploy.sim.settings import WorldSettings
 
 if TYPE_CHECKING:
-    from baton.deploy.sim.process import WorkerProcess
+    from baton.deploy.sim.worker import WorkerProcess
 
 Bytes = npt.NDArray[np.uint8]
 MAX_JOBS = 8

@@ -19,10 +19,11 @@ from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.deploy.controller_core import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients, random_request
 from baton.deploy.sim.network import Network
-from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess, WorkerProcess
+from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore
+from baton.deploy.sim.worker import WorkerProcess
 
 AIMS = ("command", "hand_off_frame", "land_region", "landing_ended", "engine_event", "fence_sink", "frame_lost")
 KILL_S = 0.05

@@ -1,0 +1,249 @@
+"""A simulated worker: the shell of a real prefill or decode core, on virtual time.
+
+It is an engine thread (busy while it computes: events wait) and an I/O thread around the real roster, endpoint and
+core. It does what `engine/loop.py`, `transfer/io.py` and `transfer/worker.py` do, without sockets and threads, and is
+the oracle that looks at every page which a hand-off or a tier touches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.common.engine.batch import Batch
+from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
+from baton.common.engine.fake_runner import FakeRunner, fake_runner
+from baton.common.ids import HandoffKey, Stamp
+from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.layout import Component
+from baton.common.kv.pool import KvPool
+from baton.common.kv.tiers.api import TierCommand
+from baton.common.messages import Frame, Load
+from baton.decode.core import DecodeCore
+from baton.deploy.sim.data_plane import PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.deploy.sim.process import MemberProcess, Wakeup
+from baton.deploy.sim.tier import SimTier, page_keys_of
+from baton.prefill.core import PrefillCore
+from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
+from baton.transfer.endpoint import Endpoint
+from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
+from baton.transfer.staging import state_pieces_of
+
+if TYPE_CHECKING:
+    from baton.deploy.sim.world import World
+
+
+class WorkerProcess(MemberProcess):
+    """A prefill or decode worker."""
+
+    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+        settings = world.settings
+        config = settings.prefill_config if role == "prefill" else settings.decode_config
+        num_pages = settings.num_pages(role)
+        self.pool = KvPool(
+            settings.layout,
+            num_pages,
+            settings.rows,
+            settings.max_context_len,
+            settings.prefix_cache,
+            step_tokens=config.chunk_tokens,
+        )
+        self.runner: FakeRunner = fake_runner(
+            num_pages,
+            settings.page_size,
+            layout=settings.layout,
+            max_positions=settings.max_context_len,
+            cost=settings.step,
+        )
+        self.core: EngineCore
+        if role == "prefill":
+            self.core = PrefillCore(self.pool, settings.prefill_config)
+        else:
+            self.core = DecodeCore(
+                stamp,
+                self.pool,
+                settings.decode_config,
+                settings.transfer,
+                settings.max_context_len,
+                settings.tiers,
+                page_keys_of(settings),
+            )
+        memory = self.runner.memory
+        self.endpoint = Endpoint(
+            stamp, settings.transfer, memory.layout, (PULL_LANE, STAGED_LANE), state_pieces=state_pieces_of(memory)
+        )
+        super().__init__(world, stamp, role)
+        self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
+        self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
+        self._checker = InvariantChecker()
+        self._inbox: deque[object] = deque()
+        self._computing: Batch | None = None
+        self._turn_wanted = False
+        self._engine_timer = Wakeup(self, self._turn, "engine timer")
+        self._io_timer = Wakeup(self, self._io_due, "io timer")
+        self._to_io_s = self._to_engine_s = 0.0
+        self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
+
+    # ----------------------------------------------------------------------------------- engine thread
+
+    def load(self) -> Load:
+        return self.core.load()
+
+    def deliver(self, event: object) -> None:
+        """From the I/O thread to the engine: in order, a moment later."""
+        self._to_engine_s = max(
+            self._to_engine_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+        )
+        self.after(self._to_engine_s - self.world.now, lambda: self._arrive(event), f"< {type(event).__name__}")
+
+    def _arrive(self, event: object) -> None:
+        self._inbox.append(event)
+        self._turn()
+
+    def _turn(self) -> None:
+        """Events, due timers, then at most one step; nothing at all while a step is running."""
+        if self._computing is not None:
+            return
+        now = self.world.now
+        while self._inbox:
+            self._post(self.core.handle(self._inbox.popleft(), now))
+        due_s = self.core.next_deadline()
+        if due_s is not None and due_s <= now:
+            self._post(self.core.on_timer(now))
+        self._computing = self.core.next_batch(now)
+        self.check()
+        if self._computing is None:
+            self._engine_timer.want(self.core.next_deadline())
+        else:
+            cost_s = self.runner.step_cost_s(self._computing)
+            self.after(cost_s, self._step_over, f"step {self._computing.num_rows}r {self._computing.num_tokens}t")
+
+    def _step_over(self) -> None:
+        assert self._computing is not None
+        result = self.runner.collect(self.runner.launch(self._computing))
+        self._computing = None
+        self._post(self.core.on_step(result, self.world.now))
+        self.check()
+        self._turn()
+
+    def _post(self, effects: Iterable[object]) -> None:
+        """From the engine to the I/O thread: in order, a moment later."""
+        for effect in effects:
+            self._to_io_s = max(
+                self._to_io_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+            )
+            self.after(self._to_io_s - self.world.now, partial(self._io_take, effect), "> io")
+
+    def _after_a_hop(self) -> float:
+        return self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+
+    def check(self) -> None:
+        """All KV invariants of this worker."""
+        self._checker.check(self.pool, self.core.holdings())
+
+    # -------------------------------------------------------------------------------------- I/O thread
+
+    def _io_take(self, effect: object) -> None:
+        if isinstance(effect, TierCommand):
+            self.world.probe("tier_command", (self, effect))
+            self.tier.take(effect)
+            return
+        if isinstance(effect, SendTo):
+            self.send(effect.worker, effect.epoch, effect.body)
+            return
+        assert isinstance(effect, SinkCommand | SourceCommand), effect
+        if isinstance(effect, OpenSink):
+            self.owners[effect.key] = effect.request_id
+        self.world.probe("command", (self, effect))
+        self._carry_out(self.endpoint.command(effect, self.world.now))
+
+    def _io_due(self) -> None:
+        self._carry_out(self.endpoint.on_timer(self.world.now))
+
+    def hand_off_frame(self, frame: Frame) -> None:
+        self.world.probe("hand_off_frame", (self, frame))
+        self._carry_out(self.endpoint.on_frame(frame, self.world.now))
+
+    def membership_changed(self, view: MembershipView) -> None:
+        self._carry_out(self.endpoint.on_membership(view, self.world.now))
+
+    def _speak(self) -> None:
+        super()._speak()
+        for worker in sorted(self.roster.silent):
+            self._carry_out(self.endpoint.on_peer_silent(worker, self.world.now))
+
+    def answer(self, event: DataEvent) -> None:
+        self._carry_out(self.endpoint.on_data(event, self.world.now))
+
+    def _carry_out(self, effects: Iterable[EndpointEffect]) -> None:
+        waiting = deque(effects)
+        while waiting:
+            effect = waiting.popleft()
+            match effect:
+                case SendFrame():
+                    self.send(effect.worker, effect.dst_epoch, effect.body)
+                case EngineEvent():
+                    self.world.probe("engine_event", (self, effect.event))
+                    self.deliver(effect.event)
+                case _:
+                    for event in self.data.execute(effect):
+                        waiting.extend(self.endpoint.on_data(event, self.world.now))
+        self._io_timer.want(self.endpoint.next_deadline())
+
+    # ------------------------------------------------------------------------------------------ oracles
+
+    def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
+        """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
+        owner = f"{self.owners[key]}#"
+        for holding in self.core.holdings():
+            if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
+                own = self.pool.parts.own_ids(holding.record, component)
+                if set(pages.tolist()).issubset(own.tolist()):
+                    return
+        what = f"{component} pages {pages.tolist()}"
+        raise AssertionError(f"{self.stamp.worker}: {key} writes {what}, which are not its own")
+
+    def assert_restorable(self, page: int) -> None:
+        """T1: what a tier writes was promised to a request that waits for it."""
+        for holding in self.core.holdings():
+            if holding.owner_class is OwnerClass.INCOMING and self.owns(holding, page):
+                return
+        raise AssertionError(f"{self.stamp.worker}: a tier writes page {page}, which is not promised to anybody")
+
+    def assert_copied_from(self, page: int) -> None:
+        """T1: what a tier reads stays as it is: cached and locked, or a request's."""
+        locked = self.pool.prefix.cached_pages()[1].of(self.pool.main)
+        if not (locked == page).any() and not any(self.owns(one, page) for one in self.core.holdings()):
+            raise AssertionError(f"{self.stamp.worker}: a tier reads page {page}, which nobody keeps for it")
+
+    def owns(self, holding: Holding, page: int) -> bool:
+        return bool((self.pool.parts.own_ids(holding.record, self.pool.main) == page).any())
+
+    def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
+        """T1: what is read for a hand-off is still held for it."""
+        for holding in self.core.holdings():
+            if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
+                held = self.pool.parts.readable_ids(holding.record, component)
+                if set(pages.tolist()).issubset(held.tolist()):
+                    return
+        raise AssertionError(
+            f"{self.stamp.worker}: {component} pages {pages.tolist()} are read for {key}, which does not hold them"
+        )
+
+    @property
+    def settled(self) -> bool:
+        return (
+            self.core.idle
+            and not self._inbox
+            and self._computing is None
+            and self.endpoint.live_sinks == 0
+            and self.endpoint.live_sources == 0
+            and self.data.quiet
+            and self.tier.quiet
+            and not self.pool.copying  # what the tier has not heard of yet
+        )
