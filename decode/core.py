@@ -2,8 +2,8 @@
 
 Owns: every request and its KV record, and the decision where missing KV comes from (a tier below the pool, a
 prefill worker, or here). Parts: `waiting` (the queue), `steps` (what computes), `handoffs`, `restoring` and `storing`
-(the tiers), `peers`, `outbox` (what gateways are told). Never: talks to
-a socket, writes a page, or frees one that a hand-off or the running step may touch.
+(the tiers), `peers`, `outbox` (what gateways are told). Never: talks to a socket, writes a page, or frees one that a
+hand-off, a tier or the running step may touch.
 
 Invariants:
 D1. Each accepted Submit gets exactly one last Output, at the latest at its deadline; it is repeated until acknowledged.
@@ -74,7 +74,7 @@ from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
 from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
 
-NO_TIERS = TiersConfig()
+_NO_TIERS = TiersConfig()
 _LEAVING = Leaving()
 _STOPPING = Stopping()
 
@@ -90,7 +90,7 @@ class DecodeCore:
         config: DecodeConfig,
         transfer: TransferConfig,
         max_context_len: int,
-        tiers: TiersConfig = NO_TIERS,
+        tiers: TiersConfig = _NO_TIERS,
         page_keys: PageKeys | None = None,
     ) -> None:
         assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
