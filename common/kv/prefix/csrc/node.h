@@ -203,7 +203,7 @@ private:
     int64_t size_ = 0;
 };
 
-// Mirrored by `Counts` in compiled.py.
+// Mirrored by `_Counts` in compiled.py.
 struct Counts {
     int64_t evictable, locked, evicted_total, queued;
 };
