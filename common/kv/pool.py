@@ -282,7 +282,8 @@ class KvPool:
         `commit_incoming` or `abandon_incoming`, all of it is the hand-off's.
 
         Where layers slide or recur, what landed is only good as a whole, and replaces what they kept before: until
-        then nothing above the tree's prefix counts as committed.
+        then nothing above the tree's prefix counts as committed. That is so before anything is freed: an exception on
+        the way is as a hand-off that failed.
         """
         total = record.kv_allocated_len
         if start % self.page_size or not record.cache_protected_len <= start <= record.kv_committed_len:
@@ -290,13 +291,14 @@ class KvPool:
         pages: dict[Component, I32] = {}
         if self.layout.full:
             pages[Component.FULL] = self.pages_of(record, start, total)
+        if self.states is not None:
+            self.states.start_over(record)
+        if not self.lands_in_part:
+            record.kv_committed_len = record.cache_protected_len
         if self.window is not None and len(sliding := self.window.open_incoming(record, start, total)):
             pages[Component.SWA] = sliding
         if self.states is not None:
             pages[Component.STATE] = self.parts.own_ids(record, Component.STATE)
-            self.states.start_over(record)
-        if not self.lands_in_part:
-            record.kv_committed_len = record.cache_protected_len
         return pages
 
     def checkpoint_at(self, length: int) -> int:

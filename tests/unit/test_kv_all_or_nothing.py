@@ -352,6 +352,32 @@ def test_a_refusal_changes_nothing_either(case: str, layout: str) -> None:
     made.check()
 
 
+@pytest.mark.parametrize("layout", layouts(4))
+@pytest.mark.parametrize("world", ["roomy", "full"])
+def test_a_hand_off_that_cannot_be_opened_has_failed(wire: Wire, world: str, layout: str) -> None:
+    """What a window frees for it cannot be brought back; so the record goes back to what the tree has."""
+    for step in range(1, 100):
+        made = WORLDS[world](layouts(4)[layout])
+        promised(8, 4.5)(made.pool, made.holder, 4)
+        record = made.holder.record
+        wire.left = step
+        try:
+            made.pool.open_incoming(record, 16)
+        except InjectedError:
+            made.check()
+            made.pool.abandon_incoming(record)
+            made.check()
+            assert made.pool.can_go_back(record, record.kv_committed_len)
+            compute(made.pool, made.holder, 32)
+            made.check()
+            made.pool.release_kv_cache(made.holder, seq(32))
+            made.check()
+        else:
+            wire.left = None
+            return
+    raise AssertionError("never got through")
+
+
 def test_what_is_made_to_fail_is_what_an_allocation_consists_of(wire: Wire) -> None:
     """Of the whole: with a prefix to lock, and something of every component to evict."""
     fail_at_every_step(wire, "full", "extend, first", "full+swa+state", 4)
