@@ -75,6 +75,8 @@ from baton.decode.waiting import WaitingRequests
 from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
 
 _NO_TIERS = TiersConfig()
+LOCAL_SHARE = 16
+"""Of what is known of a prompt, so much may be missing and is computed where it is known."""
 _LEAVING = Leaving()
 _STOPPING = Stopping()
 
@@ -372,7 +374,9 @@ class DecodeCore:
 
     def _on_restored(self, event: PagesRestored, now: float) -> None:
         """What landed is as good as computed; the rest comes from elsewhere."""
-        request, start, until = self._restores.end(event)
+        landed = self._restores.end(event)
+        request, start, until = landed.request, landed.start, landed.until
+        self._stores.found(landed)
         request.count_tokens(start, until, "restored_tokens")
         self.pool.commit_incoming(request.record, until)
         self.restored_tokens += until - start
@@ -421,7 +425,7 @@ class DecodeCore:
         """Gets the KV that is still missing: from nobody, from here, or from a prefill worker not tried yet."""
         known = request.record.kv_committed_len
         missing = request.fill_len - known
-        peer = self._peers.prefill_for(request) if missing > self._config.local_prefill_max_tokens else None
+        peer = self._peers.prefill_for(request) if missing > self._most_here(known) else None
         if missing == 0:
             self._run(request, now)
         elif peer is None:
@@ -432,6 +436,11 @@ class DecodeCore:
         else:
             deadline_s = min(request.deadline_s, now + self._transfer.handoff_ttl_s)
             self._commands.append(self._handoffs.open(request, peer, self.pool, deadline_s))
+
+    def _most_here(self, known: int) -> int:
+        """So many missing tokens are computed here. Of a prompt that is known but for its end no more than one step
+        would take is not worth a hand-off: a prefill worker that has forgotten it would compute all of it again."""
+        return max(self._config.local_prefill_max_tokens, min(known // LOCAL_SHARE, self._config.chunk_tokens))
 
     def _prefill_here(self, request: DecodeRequest, until: int) -> None:
         request.state = Prefilling(until)

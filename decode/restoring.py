@@ -21,8 +21,9 @@ import numpy as np
 
 from baton.common.config import TiersConfig
 from baton.common.kv.pool import KvPool
+from baton.common.kv.prefix.interface import I32
 from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages, can_be_tiered
-from baton.common.kv.tiers.keys import PageKeys
+from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.common.units import page_floor, whole_pages
 from baton.decode.request import DecodeRequest
 
@@ -31,17 +32,20 @@ from baton.decode.request import DecodeRequest
 class _Restore:
     request: DecodeRequest
     start: int  # tokens
-    pages: int
+    command: RestorePages
     deadline_s: float
     aborted: bool = False
 
 
 class Landed(NamedTuple):
-    """KV of the request's [start, until) is in its pages, which are the request's again. until == start: nothing."""
+    """KV of the request's [start, until) is in its pages, which are the request's again. until == start: nothing.
+    `page_ids` have it, and `keys` are their names in the tiers."""
 
     request: DecodeRequest
     start: int
     until: int
+    keys: tuple[PageKey, ...]
+    page_ids: I32
 
 
 class Restores:
@@ -70,14 +74,14 @@ class Restores:
             return None
         keys = self._keys.of(request.fill_tokens[:end])
         self._count += 1
-        job = JobId(self._count)
-        self._open[job] = _Restore(request, start, pages, now + self._config.restore_deadline_s)
-        return RestorePages(
-            job=job,
+        command = RestorePages(
+            job=JobId(self._count),
             keys=tuple(keys[whole_pages(start, page_size) :]),
             page_ids=np.ascontiguousarray(self._pool.pages_of(request.record, start, end)),
             at_least=self._config.restore_min_pages,
         )
+        self._open[command.job] = _Restore(request, start, command, now + self._config.restore_deadline_s)
+        return command
 
     def abort(self, job: JobId) -> AbortRestore:
         """The request is over; its pages are the restore's until that has ended."""
@@ -87,9 +91,10 @@ class Restores:
     def end(self, event: PagesRestored) -> Landed:
         """It has ended, one way or the other."""
         restore = self._open.pop(event.job)
-        assert 0 <= event.pages <= restore.pages, (event, restore.pages)
-        assert self._keys is not None
-        return Landed(restore.request, restore.start, restore.start + event.pages * self._keys.page_size)
+        start, keys, page_ids = restore.start, restore.command.keys, restore.command.page_ids
+        assert 0 <= event.pages <= len(keys), (event, len(keys))
+        until = start + event.pages * self._pool.page_size
+        return Landed(restore.request, start, until, keys[: event.pages], page_ids[: event.pages])
 
     def cut_short(self, now: float) -> list[AbortRestore]:
         """Those that take too long: what has landed is kept, the rest comes from elsewhere. Each once."""

@@ -19,6 +19,7 @@ cut short when it takes too long, and nobody waits for it any more, whether it e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,10 @@ from baton.common.kv.tiers.api import AbortStore, JobId, PagesStored, StorePages
 from baton.common.kv.tiers.keys import KEY_BYTES, PageKey, PageKeys
 from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest
+from baton.decode.restoring import Landed
 
 SHARE = 4
+MOST_BEHIND = 64
 LAG = 8
 """Of what is to be stored ahead of eviction, the part that may go before the next look: one costs milliseconds."""
 
@@ -72,6 +75,7 @@ class Stores:
         self._clean: dict[int, int] = {}
         # Counted from the first page that was ever evicted: so many of those that go, or went, next need no store.
         self._clean_until = 0
+        self._behind: deque[I32] = deque(maxlen=MOST_BEHIND)  # prefixes of which a part has to wait for another store
         self.skipped_pages = 0
 
     def __len__(self) -> int:
@@ -92,6 +96,11 @@ class Stores:
         if self._keys is None:
             return []
         return self._of_the_tree(tokens) if self._through else self._ahead_of_eviction(lacking)
+
+    def found(self, landed: Landed) -> None:
+        """What was restored need not be stored."""
+        if len(landed.keys):
+            self._stored_as[landed.page_ids] = _as_rows(landed.keys)
 
     def await_these(self, begun: Iterable[StorePages], now: float) -> None:
         """Somebody waits for the pages that these keep in place."""
@@ -127,8 +136,11 @@ class Stores:
     def go_on(self, event: PagesStored, lacking: bool = False) -> list[StorePages]:
         """A store has ended, and others may be begun; not before those who lack pages had those that came free."""
         # After one that was dropped, the next would be, too.
-        written_back = self._keys is not None and not self._through
-        return self._ahead_of_eviction() if written_back and event.pages and not lacking else []
+        if self._keys is None or lacking or not event.pages:
+            return []
+        if not self._through:
+            return self._ahead_of_eviction()
+        return self._of_the_tree(self._behind.popleft()) if self._behind else []
 
     def end(self, event: PagesStored) -> DecodeRequest | None:
         """Nobody reads the pages any more. Returns the retracted request whose pages they were."""
@@ -176,7 +188,9 @@ class Stores:
         if not len(new) and not self._being_read[pages].any():
             self._clean[last] = digest
         room = max(0, self._most_pages - self._pages_open)
-        self.skipped_pages += max(0, len(new) - room)
+        if len(new) > room:
+            self.skipped_pages += len(new) - room
+            self._behind.append(tokens)
         if not len(new[:room]):
             self._pool.end_copy(lease)
             return None

@@ -30,7 +30,7 @@ from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import Tiers
 from baton.common.messages import SamplingParams
 from baton.decode.request import DecodeRequest, Queued
-from baton.decode.restoring import Landed, Restores
+from baton.decode.restoring import Restores
 from baton.decode.storing import LAG, SHARE, Stores
 
 PAGE_SIZE = 4
@@ -176,7 +176,10 @@ def test_what_landed_is_told_from_where_the_tree_ended(pages: int, until: int) -
     one = admitted(kv, prompt(41))
     command = planner.begin(one, 0.0)
     assert command is not None
-    assert planner.end(PagesRestored(command.job, pages)) == Landed(one, 20, until)
+    landed = planner.end(PagesRestored(command.job, pages))
+    assert landed[:3] == (one, 20, until)
+    assert list(landed.keys) == KEYS.of(prompt(40))[5 : until // PAGE_SIZE]
+    assert np.array_equal(landed.page_ids, kv.pages_of(one.record, 20, until))
     kv.commit_incoming(one.record, until)
     assert len(planner) == 0
 
