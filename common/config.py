@@ -60,7 +60,17 @@ class TiersConfig:
     @property
     def named(self) -> bool:
         """Whether there is any level."""
-        return bool(self.host_bytes or self.disk_path or self.external)
+        return bool(self.bounds)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Most bytes of each level that there is, by the name of the setting."""
+        levels = (
+            ("host_bytes", self.host_bytes, self.host_bytes),
+            ("disk_bytes", self.disk_path, self.disk_bytes),
+            ("external_bytes", self.external, self.external_bytes),
+        )
+        return {name: most for name, wanted, most in levels if wanted}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

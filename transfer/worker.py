@@ -223,6 +223,9 @@ class WorkerProcess:
             reason = f"this model keeps {'+'.join(memory.layout.components)}; a page of a sliding or recurrent layer"
             reason += " is of use at the end of its tokens only"
             raise ConfigError("kv.tiers", config.model.model, reason, "leave kv.tiers out")
+        for name, most in config.kv.tiers.bounds.items():
+            if most < memory.main.page_bytes:
+                raise ConfigError(f"kv.tiers.{name}", most, f"holds no page, of {memory.main.page_bytes} bytes each")
         say("naming the weights for the tiers below the pool")
         names = memory.fingerprint() | {"weights": weights_identity(config.model.model)}
         keys = PageKeys.of_model(names, memory.layout.page_size)

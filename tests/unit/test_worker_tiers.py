@@ -20,18 +20,17 @@ from baton.transfer.worker import WorkerProcess
 LAYOUTS = [KvLayout(16, window=64), KvLayout(16, state=True), KvLayout(16, full=False, window=64)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(layout.components))
-def test_a_model_that_cannot_use_tiers_is_refused(layout: KvLayout, tmp_path: Path) -> None:
-    config = ClusterConfig(model=ModelConfig(model="fake"), kv=KvConfig(tiers=TiersConfig(host_bytes=1 << 20)))
+def load(layout: KvLayout, tiers: TiersConfig, run_dir: Path) -> None:
+    """A worker with this model and these tiers, until it would begin to serve."""
     spec = ProcessSpec(
         worker=WorkerId("decode-0"),
         role="decode",
         incarnation=1,
         controller_address="tcp://127.0.0.1:1",
         keys=None,
-        config=config,
+        config=ClusterConfig(model=ModelConfig(model="fake"), kv=KvConfig(tiers=tiers)),
         cores=(),
-        run_dir=str(tmp_path),
+        run_dir=str(run_dir),
     )
 
     def runner(spec: ProcessSpec, say: Callable[[str], None]) -> ModelRunner:
@@ -40,6 +39,21 @@ def test_a_model_that_cannot_use_tiers_is_refused(layout: KvLayout, tmp_path: Pa
     def core(*_: object) -> EngineCore:
         pytest.fail("nothing is served")
 
-    process = WorkerProcess(spec, core, 8, 64, runner, has_tiers=True)
+    WorkerProcess(spec, core, 8, 64, runner, has_tiers=True).load(lambda step: None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(layout.components))
+def test_a_model_that_cannot_use_tiers_is_refused(layout: KvLayout, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv\.tiers.*sliding or recurrent"):
-        process.load(lambda step: None)
+        load(layout, TiersConfig(host_bytes=1 << 20), tmp_path)
+
+
+@pytest.mark.parametrize("level", ["host", "disk", "external"])
+def test_a_level_that_holds_no_page_is_refused(level: str, tmp_path: Path) -> None:
+    tiers = {
+        "host": TiersConfig(host_bytes=100),
+        "disk": TiersConfig(host_bytes=1 << 20, disk_path=str(tmp_path), disk_bytes=100),
+        "external": TiersConfig(external=f"file://{tmp_path}", external_bytes=100),
+    }
+    with pytest.raises(ConfigError, match=rf"kv\.tiers\.{level}_bytes = 100: holds no page"):
+        load(KvLayout(16), tiers[level], tmp_path)
