@@ -76,7 +76,6 @@ class Stores:
         # Counted from the first page that was ever evicted: so many of those that go, or went, next need no store.
         self._clean_until = 0
         self._behind: deque[I32] = deque(maxlen=MOST_BEHIND)  # prefixes of which a part has to wait for another store
-        self.skipped_pages = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -189,7 +188,6 @@ class Stores:
             self._clean[last] = digest
         room = max(0, self._most_pages - self._pages_open)
         if len(new) > room:
-            self.skipped_pages += len(new) - room
             self._behind.append(tokens)
         if not len(new[:room]):
             self._pool.end_copy(lease)
