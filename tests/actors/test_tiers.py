@@ -72,7 +72,7 @@ def status_of(cluster: ClusterHandle) -> WorkerStatus:
     return status
 
 
-@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("write", ["through", pytest.param("back", marks=pytest.mark.slow)])
 def test_what_a_small_pool_forgets_comes_back(ray_session: None, tmp_path: Path, write: str) -> None:
     assert write in ("through", "back")
     tiers = TiersConfig(

@@ -193,6 +193,7 @@ def test_metrics_count_every_prompt_token_once(served: Served) -> None:
     assert {source: after[source] - before[source] for source in after} == {
         "local": 0.0,
         "cached": 1.0,
+        "restored": 0.0,
         "transferred": 19.0,
     }
     page = served.http.get("/metrics").text

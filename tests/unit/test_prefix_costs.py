@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -22,11 +23,15 @@ class Cost:
     def __init__(self, cache: PrefixCache, action: Callable[[], object]) -> None:
         self.calls = 0
         before = work(cache)
+        collects = gc.isenabled()
+        gc.disable()  # what a collection calls on behalf of others is none of this
         sys.setprofile(self._count)
         try:
             self.result = action()
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
         self.work = work(cache) - before
 
     def _count(self, frame: FrameType, event: str, arg: object) -> None:
