@@ -89,9 +89,9 @@ def check(handle: ClusterHandle, references: list[Reference], lane: str) -> int:
 
 def test_the_cluster_says_what_generate_says(ray_session: None) -> None:
     """A sample with both sides of page and chunk edges and shared prefixes, on the lane that always works."""
-    edges = [one for one in REFERENCES if len(one.prompt) in (255, 257, 511, 513, 1025)][:5]
+    edges = [one for one in REFERENCES if len(one.prompt) in (255, 513, 1025)][:3]
     with serving("zmq") as handle:
-        check(handle, [*[one for one in REFERENCES if len(one.prompt) < 130][::5], *edges], "zmq")
+        check(handle, [*[one for one in REFERENCES if len(one.prompt) < 130][::9], *edges], "zmq")
 
 
 def test_a_sampled_stream_survives_its_decode_worker(ray_session: None) -> None:
