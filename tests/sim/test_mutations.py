@@ -210,7 +210,7 @@ def trust_what_was_asked_for(patch):
     end = Restores.end
 
     def mutated(self, event):
-        return end(self, dataclasses.replace(event, pages=self._open[event.job].pages))
+        return end(self, dataclasses.replace(event, pages=len(self._open[event.job].command.keys)))
 
     patch.setattr(Restores, "end", mutated)
 
