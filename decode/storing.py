@@ -187,7 +187,7 @@ class Stores:
         if not len(new) and not self._being_read[pages].any():
             self._clean[last] = digest
         room = max(0, self._most_pages - self._pages_open)
-        if len(new) > room:
+        if self._through and len(new) > room:  # written back, the next look finds it
             self._behind.append(tokens)
         if not len(new[:room]):
             self._pool.end_copy(lease)
