@@ -22,7 +22,7 @@ import numpy as np
 from baton.common.config import TiersConfig
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import I32
-from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages, can_be_tiered
+from baton.common.kv.tiers.api import AbortRestore, JobId, PagesRestored, RestorePages
 from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.common.units import page_floor, whole_pages
 from baton.decode.request import DecodeRequest
@@ -53,7 +53,7 @@ class Restores:
 
     def __init__(self, pool: KvPool, keys: PageKeys | None, config: TiersConfig) -> None:
         self._pool = pool
-        self._keys = keys if can_be_tiered(pool.layout) else None
+        self._keys = keys if pool.layout.only_full else None
         self._config = config
         self._count = 0
         self._open: dict[JobId, _Restore] = {}

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from baton.common.config import TiersConfig
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import I32, NO_IDS, PrefixLease, PrefixMatch
-from baton.common.kv.tiers.api import AbortStore, JobId, PagesStored, StorePages, can_be_tiered
+from baton.common.kv.tiers.api import AbortStore, JobId, PagesStored, StorePages
 from baton.common.kv.tiers.keys import KEY_BYTES, PageKey, PageKeys
 from baton.common.units import page_floor
 from baton.decode.request import DecodeRequest
@@ -59,7 +59,7 @@ class Stores:
 
     def __init__(self, pool: KvPool, keys: PageKeys | None, config: TiersConfig) -> None:
         self._pool = pool
-        self._keys = keys if can_be_tiered(pool.layout) else None
+        self._keys = keys if pool.layout.only_full else None
         self._through = config.write == "through"
         self._least_pages = config.restore_min_pages
         self._most_s = config.restore_deadline_s

@@ -30,7 +30,7 @@ from baton.common.kv.checker import InvariantChecker, who_holds
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.sizing import decided_counts
-from baton.common.kv.tiers.api import TierCommand, can_be_tiered
+from baton.common.kv.tiers.api import TierCommand
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import Tiers, open_tiers
@@ -219,7 +219,7 @@ class WorkerProcess:
         """How pages are named below the pool, and the levels there; None when none can be opened. Raises ConfigError
         when they would be of no use."""
         config = self._spec.config
-        if not can_be_tiered(memory.layout):
+        if not memory.layout.only_full:
             reason = f"this model keeps {'+'.join(memory.layout.components)}; a page of a sliding or recurrent layer"
             reason += " is of use at the end of its tokens only"
             raise ConfigError("kv.tiers", config.model.model, reason, "leave kv.tiers out")

@@ -318,7 +318,7 @@ class _Kept:
 
     def __init__(self, model: FakeModel, layout: KvLayout, prompt: npt.NDArray[np.int64], max_len: int) -> None:
         self._layout = layout
-        self._only_full = layout.components == (Component.FULL,)  # the common case, kept fast
+        self._only_full = layout.only_full  # the common case, kept fast
         self._weights = [int(weight) for weight in model.weights(np.arange(max_len))]
         self._salts = [int(salt) for salt in model.position_salt[:max_len]]
         self._length = 0

@@ -43,6 +43,12 @@ class KvLayout:
         return tuple(component for component in Component if have[component])
 
     @property
+    def only_full(self) -> bool:
+        """Whether all layers attend to every token: then each page is of use as it is, whatever follows. What sliding
+        and recurrent layers keep is good only at the end of the tokens."""
+        return self.components == (Component.FULL,)
+
+    @property
     def paged(self) -> tuple[Component, ...]:
         """The components that keep something per token."""
         return tuple(component for component in self.components if component is not Component.STATE)

@@ -23,7 +23,6 @@ from baton.common.kv.tiers.api import (
     RestorePages,
     StorePages,
     TierCommand,
-    can_be_tiered,
 )
 from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.deploy.sim.settings import WorldSettings
@@ -56,7 +55,7 @@ class SharedStore:
 
 def page_keys_of(settings: WorldSettings) -> PageKeys | None:
     """None: this world has no tiers."""
-    if not settings.tiers.named or not can_be_tiered(settings.layout):
+    if not settings.tiers.named or not settings.layout.only_full:
         return None
     return PageKeys.of_model({"weights": "fake"}, settings.page_size)
 

@@ -16,14 +16,13 @@ from pd_rig import CHUNK, Case, Model, Pair, Tokens, Write, all_cases, joined, o
 
 from baton.common.errors import ErrorCode
 from baton.common.kv.layout import Component
-from baton.common.kv.tiers.api import can_be_tiered
 
 ORDINARY = ordinary_cases()
 CASES = [pytest.param(case, id=str(case)) for case in ORDINARY] + [
     pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in all_cases() if case not in ORDINARY
 ]
 
-TIERED = [case for case in ORDINARY if case.shares and can_be_tiered(case.layout)]
+TIERED = [case for case in ORDINARY if case.shares and case.layout.only_full]
 WRITES: tuple[Write, ...] = ("back", "through")
 TIERED_CASES = [
     pytest.param(case, write, id=f"{case}-{write}", marks=[pytest.mark.slow] if (turn + index) % 2 else [])

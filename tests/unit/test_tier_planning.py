@@ -23,7 +23,6 @@ from baton.common.kv.tiers.api import (
     PagesStored,
     StorePages,
     TierEvent,
-    can_be_tiered,
 )
 from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.common.kv.tiers.thread import TierThread
@@ -154,7 +153,7 @@ def test_a_page_known_in_part_is_not_overwritten() -> None:
 def test_models_with_sliding_or_recurrent_layers_are_left_alone(layout: KvLayout) -> None:
     kv = pool(layout)
     one = admitted(kv, prompt(41))
-    assert not can_be_tiered(layout)
+    assert not layout.only_full
     assert restores(kv).begin(one, 0.0) is None
     assert stores(kv).retract(running(kv, 41, outputs=2), 0.0) is None
     assert stores(kv).cached(prompt(41)) == []

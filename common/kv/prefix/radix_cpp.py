@@ -96,7 +96,7 @@ class RadixCacheCpp:
         return GroupPages(full, swa, slots([reply.state] if reply.state else []))
 
     def coldest(self, count: int) -> list[tuple[I32, PrefixMatch]]:
-        assert self._layout.components == (Component.FULL,), self._layout
+        assert self._layout.only_full, self._layout
         tree = self._tree
         tree.done(self._lib.coldest(tree.pointer, count))
         ids, start = tree.ids(), 0

@@ -124,7 +124,7 @@ class UnifiedRadixCache:
         return self._pages_between(self._tree.root, self._node_of(lease))
 
     def coldest(self, count: int) -> list[tuple[I32, PrefixMatch]]:
-        assert self._layout.components == (Component.FULL,), self._layout
+        assert self._layout.only_full, self._layout
         return [
             (
                 np.frombuffer(b"".join([above.key for above in path_up(leaf)][::-1]), dtype=np.int32),

@@ -15,16 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
-from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.tiers.keys import I32, PageKey
 
 JobId = NewType("JobId", int)
-
-
-def can_be_tiered(layout: KvLayout) -> bool:
-    """Whether a page below the pool is of any use: what sliding and recurrent layers keep is good only at the end of
-    the tokens, and the page of a middle has no use without it."""
-    return layout.components == (Component.FULL,)
 
 
 @dataclass(frozen=True, slots=True)
