@@ -35,6 +35,25 @@ WakeSource = int | zmq.Socket[bytes]
 """A descriptor or ZMQ socket that becomes readable when `poll` has something to report."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What travels of a pool: bytes [begin, end) of each of `units` of `component`'s pool, one after the other. The
+    whole of a unit, or the layers that a group of them takes in it."""
+
+    component: Component
+    units: UnitIds
+    begin: int
+    end: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.units) * self.row_bytes
+
+
 class Watcher(Protocol):
     """Whoever waits on behalf of a transport (`baton.transfer.mesh.Mesh`), and polls it when a source is readable."""
 
