@@ -47,6 +47,7 @@ from baton.transfer.session.effects import (
     SourceFenced,
     SourceLaneFailed,
 )
+from baton.transfer.speed import LaneSpeeds
 from baton.transfer.staging import (
     Damaged,
     NotMine,
@@ -120,6 +121,7 @@ class _Op:
     cause: LandRegion | SendRegion
     lease: SlotLease
     ring: StagingRing
+    started_s: float
 
 
 class DataPlane:
@@ -152,6 +154,7 @@ class DataPlane:
         self._ops: dict[int, _Op] = {}
         self._op_numbers = count(1)
         self._counters: dict[tuple[WorkerId, str], LaneCounters] = {}
+        self._speeds = LaneSpeeds()
         self._lane_in_use: dict[Stamp, str] = {}
         self._events: list[DataEvent] = []
 
@@ -237,6 +240,11 @@ class DataPlane:
             open_operations=len(self._ops),
         )
 
+    def lane_gbps(self, peer: WorkerId, lane: str) -> float:
+        """What regions of hand-offs with `peer` reached on `lane` lately, in either direction; 0.0: not known. On a
+        pull lane only the receiver sees bytes move."""
+        return self._speeds.gbps(peer, lane)
+
     def close(self) -> None:
         """Ends all lanes; staging memory is safe to drop afterwards."""
         for transport in self._transports.values():
@@ -293,7 +301,7 @@ class DataPlane:
             return
         op = next(self._op_numbers)
         sink.ops.add(op)
-        self._ops[op] = _Op(effect, lease, self._receive_ring)
+        self._ops[op] = _Op(effect, lease, self._receive_ring, time.perf_counter())
         self._staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
 
     def _pull_region(self, effect: LandRegion, now: float) -> None:
@@ -309,6 +317,7 @@ class DataPlane:
             self._fail_sink(effect, failed.reason, failed.peer_lost, now)
         else:
             self._answer_landed(effect, self._handler.verify_pulled(effect.key, chunk, units, started), now)
+            self._speeds.note(effect.peer.worker, effect.lane, chunk.nbytes, started, time.perf_counter())
 
     def _on_received(self, effect: LandRegion, data: Bytes, now: float) -> None:
         self._answer_landed(effect, self._handler._scatter_region(effect.key, effect.chunk, data), now)
@@ -365,7 +374,7 @@ class DataPlane:
             payload = self._handler.gather(component, units, lease.view)
             nbytes, digest = len(payload), self._handler.digest_staged(component, payload, effect.seq)
             op = next(self._op_numbers)
-            self._ops[op] = _Op(effect, lease, self._send_ring)
+            self._ops[op] = _Op(effect, lease, self._send_ring, time.perf_counter())
             self._staged[effect.lane].send(op, effect.peer, effect.tag, payload)
         counters.regions_out += 1
         counters.bytes_out += nbytes
@@ -374,6 +383,9 @@ class DataPlane:
 
     def _region_bytes(self, span: Span) -> int:
         return span.units * self._handler.unit_bytes(span.component)
+
+    def _bytes_of(self, effect: LandRegion | SendRegion) -> int:
+        return effect.chunk.nbytes if isinstance(effect, LandRegion) else self._region_bytes(effect.span)
 
     def _fail_source(self, effect: SendRegion, reason: str) -> None:
         failure = Failure(code=ErrorCode.INTERNAL, reason=f"lane {effect.lane}: {reason}")
@@ -424,6 +436,9 @@ class DataPlane:
             case _:
                 assert_never(cause)
         under_way.ring.give_back(under_way.lease)
+        if not isinstance(event, Ended):
+            nbytes = self._bytes_of(cause)
+            self._speeds.note(cause.peer.worker, cause.lane, nbytes, under_way.started_s, time.perf_counter())
 
     def _lane_failed(self, effect: LandRegion, reason: str, now: float) -> None:
         self._counters_of(effect).failures += 1
