@@ -306,17 +306,18 @@ class DataPlane:
 
     def _pull_region(self, effect: LandRegion, now: float) -> None:
         chunk = effect.chunk
-        units = self._handler.units_of(effect.key, chunk)
+        target = self._handler.destination_of(effect.key, chunk)
         started = time.perf_counter()
-        if isinstance(units, NotMine):
-            self._answer_landed(effect, units, now)
+        if isinstance(target, NotMine):
+            self._answer_landed(effect, target, now)
             return
+        source = replace(target, units=unpack_tokens(chunk.source_pages))
         pull = self._pull[effect.lane].pull
-        failed = pull(effect.peer, chunk.component, unpack_tokens(chunk.source_pages), units)
+        failed = pull(effect.peer, source, target)
         if failed is not None:
             self._fail_sink(effect, failed.reason, failed.peer_lost, now)
         else:
-            self._answer_landed(effect, self._handler.verify_pulled(effect.key, chunk, units, started), now)
+            self._answer_landed(effect, self._handler.verify_pulled(effect.key, chunk, target, started), now)
             self._speeds.note(effect.peer.worker, effect.lane, chunk.nbytes, started, time.perf_counter())
 
     def _on_received(self, effect: LandRegion, data: Bytes, now: float) -> None:
@@ -362,17 +363,16 @@ class DataPlane:
 
     def _send_region(self, effect: SendRegion) -> bool:
         """False: no slot is free."""
-        component, units = effect.span.component, unpack_tokens(effect.span.pages)
+        source = self._handler.rows_of(effect.span)
         counters = self._counters_of(effect)
         if effect.lane in self._pull:
-            nbytes = len(units) * self._handler.unit_bytes(component)
-            digest = self._handler.digest(component, units, effect.seq)
+            nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
         else:
             lease = self._send_ring.lease_free(effect.key, effect.seq)
             if lease is None:
                 return False
-            payload = self._handler.gather(component, units, lease.view)
-            nbytes, digest = len(payload), self._handler.digest_staged(component, payload, effect.seq)
+            payload = self._handler.gather(source, lease.view)
+            nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
             op = next(self._op_numbers)
             self._ops[op] = _Op(effect, lease, self._send_ring, time.perf_counter())
             self._staged[effect.lane].send(op, effect.peer, effect.tag, payload)

@@ -31,11 +31,12 @@ class RegionDigest:
     def __init__(self, kind: DigestKind) -> None:
         self._sampled = kind == "sampled"
 
-    def of_staged(self, data: Bytes, unit_bytes: int, seq: int) -> int:
-        lines = self._lines(data.reshape(-1, unit_bytes), seq)
+    def of_staged(self, data: Bytes, row_bytes: int, seq: int) -> int:
+        lines = self._lines(data.reshape(-1, row_bytes), seq)
         return digest_of(data) if lines is None else digest_of(np.ascontiguousarray(lines))
 
     def of_pages(self, pool: Bytes, units: UnitIds, seq: int) -> int:
+        """`pool` may be the same stretch of every unit of a pool."""
         lines = self._lines(pool, seq)
         return digest_of_pages(pool, units) if lines is None else digest_of(lines[units])
 
@@ -58,6 +59,10 @@ def digest_of_pages(pool: Bytes, pages: UnitIds) -> int:
     """xxh3-64 of the pages' bytes, as if gathered."""
     hasher = xxhash.xxh3_64()
     page_bytes = pool.shape[1]
+    if not pool.flags.c_contiguous:
+        for page in pages.tolist():
+            hasher.update(pool[page].data)
+        return int(hasher.intdigest())
     memory = pool.reshape(-1).data  # slicing a memoryview costs a tenth of slicing an array
     for first, count in runs(pages):
         hasher.update(memory[first * page_bytes : (first + count) * page_bytes])

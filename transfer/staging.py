@@ -25,7 +25,7 @@ from baton.common.kv.layout import Component
 from baton.common.messages import Chunk, unpack_tokens
 from baton.transfer.digest import RegionDigest
 from baton.transfer.plan import Span, pieces_of_state
-from baton.transfer.transports.base import Bytes, UnitIds
+from baton.transfer.transports.base import Bytes, Rows, UnitIds
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +163,12 @@ class StagingHandler:
         self._destinations.pop(key, None)
         self._landed.pop(key, None)
 
-    def units_of(self, key: HandoffKey, chunk: Chunk) -> UnitIds | NotMine:
-        """The registered units that `chunk` covers, or why it covers none."""
+    def rows_of(self, span: Span) -> Rows:
+        """What travels of the units of `span`."""
+        return Rows(span.component, unpack_tokens(span.pages), 0, self.unit_bytes(span.component))
+
+    def destination_of(self, key: HandoffKey, chunk: Chunk) -> Rows | NotMine:
+        """What of the registered units `chunk` fills, or why it fills nothing."""
         destination = self._destinations.get(key)
         if destination is None:
             return NotMine("no such hand-off is registered")
@@ -176,47 +180,47 @@ class StagingHandler:
         before = self._landed[key].get(chunk.seq, chunk)
         if (before.component, before.first_unit, before.units) != (chunk.component, chunk.first_unit, chunk.units):
             return NotMine(f"region {chunk.seq} has landed elsewhere")
-        return registered[chunk.first_unit : end]
+        return Rows(chunk.component, registered[chunk.first_unit : end], 0, self.unit_bytes(chunk.component))
 
     def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
         """Verifies the staged bytes of `chunk` and copies them into its units. The only writer of a peer's bytes."""
-        units = self.units_of(key, chunk)
-        if isinstance(units, NotMine):
-            return units
-        pool = self.pools[chunk.component]
-        expected = len(units) * pool.shape[1]
-        if not len(data) == chunk.nbytes == expected:
-            return Damaged(f"{len(data)} bytes came, {chunk.nbytes} were announced, {expected} belong there")
-        if self._digest.of_staged(data, pool.shape[1], chunk.seq) != chunk.digest:
+        target = self.destination_of(key, chunk)
+        if isinstance(target, NotMine):
+            return target
+        if not len(data) == chunk.nbytes == target.nbytes:
+            return Damaged(f"{len(data)} bytes came, {chunk.nbytes} were announced, {target.nbytes} belong there")
+        if self.digest_staged(target, data, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         started = time.perf_counter()
-        scatter_pages(pool, units, data)
+        scatter_pages(self._stretch(target), target.units, data)
         return self._note_landed(key, chunk, started)
 
-    def verify_pulled(self, key: HandoffKey, chunk: Chunk, units: UnitIds, started: float) -> Scatter:
-        """The same for a lane that has copied into the units itself: they are the hand-off's and hold nothing yet, so
-        they may hold a damaged region until it is pulled again. `started` is when the copy began."""
-        pool = self.pools[chunk.component]
-        if chunk.nbytes != len(units) * pool.shape[1]:
-            return Damaged(f"{chunk.nbytes} bytes announced for {len(units)} units of {pool.shape[1]}")
-        if self._digest.of_pages(pool, units, chunk.seq) != chunk.digest:
+    def verify_pulled(self, key: HandoffKey, chunk: Chunk, target: Rows, started: float) -> Scatter:
+        """The same for a lane that has copied into `target` itself: that is the hand-off's and holds nothing yet, so it
+        may hold a damaged region until it is pulled again. `started` is when the copy began."""
+        if chunk.nbytes != target.nbytes:
+            return Damaged(f"{chunk.nbytes} bytes announced for {len(target.units)} units of {target.row_bytes}")
+        if self.digest(target, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         return self._note_landed(key, chunk, started)
 
-    def gather(self, component: Component, units: UnitIds, out: Bytes) -> Bytes:
-        """Copies `units` into the front of `out`, one after the other, and returns that part of it."""
-        pool = self.pools[component]
-        filled = out[: len(units) * pool.shape[1]]
-        gather_pages(pool, units, filled)
+    def gather(self, source: Rows, out: Bytes) -> Bytes:
+        """Copies `source` into the front of `out` and returns that part of it."""
+        filled = out[: source.nbytes]
+        gather_pages(self._stretch(source), source.units, filled)
         return filled
 
-    def digest(self, component: Component, units: UnitIds, seq: int) -> int:
-        """Of the units, which travel as region `seq`."""
-        return self._digest.of_pages(self.pools[component], units, seq)
+    def digest(self, rows: Rows, seq: int) -> int:
+        """Of what travels as region `seq`."""
+        return self._digest.of_pages(self._stretch(rows), rows.units, seq)
 
-    def digest_staged(self, component: Component, data: Bytes, seq: int) -> int:
+    def digest_staged(self, rows: Rows, data: Bytes, seq: int) -> int:
         """The same, of their gathered bytes."""
-        return self._digest.of_staged(data, self.unit_bytes(component), seq)
+        return self._digest.of_staged(data, rows.row_bytes, seq)
+
+    def _stretch(self, rows: Rows) -> Bytes:
+        """The bytes that count of every unit of the pool."""
+        return self.pools[rows.component][:, rows.begin : rows.end]
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
         self._landed[key][chunk.seq] = chunk
@@ -252,8 +256,11 @@ def gather_pages(pool: Bytes, pages: UnitIds, out: Bytes) -> None:
     rows = out.reshape(len(pages), pool.shape[1])
     if _whole_words(pool) and _whole_words(rows):
         pool, rows = pool.view(np.int64), rows.view(np.int64)
-    np.take(pool, pages, axis=0, out=rows, mode="clip")  # any other mode copies twice; the ids have been checked
+    if pool.flags.c_contiguous:
+        np.take(pool, pages, axis=0, out=rows, mode="clip")  # any other mode copies twice; the ids have been checked
+    else:
+        rows[:] = pool[pages]  # `take` would copy the whole pool first
 
 
 def _whole_words(rows: Bytes) -> bool:
-    return rows.shape[1] % 8 == 0 and rows.ctypes.data % 8 == 0
+    return rows.shape[1] % 8 == 0 and rows.strides[0] % 8 == 0 and rows.ctypes.data % 8 == 0

@@ -13,7 +13,7 @@ from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
 from baton.transfer.testing import TransportContract
 from baton.transfer.testing_ends import random_pool
-from baton.transfer.transports.base import Bytes, LinkDown, LinkUp
+from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, Rows
 from baton.transfer.transports.local import LocalTransport
 
 PEER = Stamp(WorkerId("peer"), 0, Epoch(5))
@@ -21,6 +21,10 @@ PEER = Stamp(WorkerId("peer"), 0, Epoch(5))
 
 def transport(pool: Bytes) -> LocalTransport:
     return LocalTransport({Component.FULL: pool})
+
+
+def rows(*units: int, begin: int = 0, size: int = 4096) -> Rows:
+    return Rows(Component.FULL, np.array(units, dtype=np.int32), begin, begin + size)
 
 
 class TestLocal(TransportContract):
@@ -46,7 +50,7 @@ def test_a_peer_that_is_not_proven_is_never_read(changes: Mapping[str, str | int
     [event] = receiver.poll()
     assert isinstance(event, LinkDown)
     assert reason in event.reason
-    failed = receiver.pull(PEER, Component.FULL, np.array([1], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, rows(1), rows(1))
     assert failed is not None
     assert "not open" in failed.reason
 
@@ -56,7 +60,7 @@ def test_a_peer_that_was_replaced_at_its_address_is_noticed_before_its_bytes_cou
     receiver.open(PEER, source.address())
     assert receiver.poll() == [LinkUp(PEER)]
     source.close()  # its nonce is gone, as after a restart with a recycled pid
-    failed = receiver.pull(PEER, Component.FULL, np.array([1], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, rows(1), rows(1))
     assert failed is not None
     assert failed.peer_lost
     assert isinstance(receiver.poll()[0], LinkDown)
@@ -68,7 +72,7 @@ def test_a_page_outside_of_the_peers_pool_is_never_read(source_page: int) -> Non
     receiver = transport(np.zeros((8, 4096), np.uint8))
     source = transport(pool)
     receiver.open(PEER, source.address())
-    failed = receiver.pull(PEER, Component.FULL, np.array([source_page], np.int32), np.array([1], np.int32))
+    failed = receiver.pull(PEER, rows(source_page), rows(1))
     assert failed is not None
     assert "outside" in failed.reason
 
@@ -81,7 +85,7 @@ def test_thousands_of_scattered_pages_go_in_batches() -> None:
     receiver.open(PEER, source.address())
     rng = np.random.default_rng(1)
     ours, theirs = (rng.permutation(np.arange(1, pages, dtype=np.int32)) for _ in range(2))
-    assert receiver.pull(PEER, Component.FULL, theirs, ours) is None
+    assert receiver.pull(PEER, rows(*theirs, size=64), rows(*ours, size=64)) is None
     assert np.array_equal(mine[ours], pool[theirs])
     assert not mine[0].any()
 
@@ -91,6 +95,17 @@ def test_neighbouring_pages_on_one_side_only_are_copied_right() -> None:
     receiver, source = transport(mine), transport(pool)
     receiver.open(PEER, source.address())
     theirs, ours = np.arange(10, 30, dtype=np.int32), np.arange(40, 20, -1, dtype=np.int32)
-    assert receiver.pull(PEER, Component.FULL, theirs, ours) is None
+    assert receiver.pull(PEER, rows(*theirs, size=64), rows(*ours, size=64)) is None
     assert np.array_equal(mine[ours], pool[theirs])
     assert os.getpid() == source.address().address["pid"]
+
+
+def test_a_part_of_every_page_is_copied_and_the_rest_of_it_left_alone() -> None:
+    pool, mine = random_pool(2000, 64, 3), np.zeros((2000, 64), np.uint8)
+    receiver, source = transport(mine), transport(pool)
+    receiver.open(PEER, source.address())
+    theirs, ours = np.arange(500, 1800, dtype=np.int32), np.arange(1, 1301, dtype=np.int32)
+    assert receiver.pull(PEER, rows(*theirs, begin=24, size=16), rows(*ours, begin=24, size=16)) is None
+    assert np.array_equal(mine[ours, 24:40], pool[theirs, 24:40])
+    mine[ours, 24:40] = 0
+    assert not mine.any()

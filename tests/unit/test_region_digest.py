@@ -34,6 +34,20 @@ def test_pages_and_their_gathered_bytes_agree(digest: RegionDigest, unit_bytes: 
         assert found != digest.of_pages(memory, PAGES[:-1], seq)
 
 
+@pytest.mark.parametrize("digest", [SAMPLED, FULL])
+@pytest.mark.parametrize(("begin", "end"), [(0, 4096), (4096, 12288), (8, 24), (512, 8192)])
+def test_a_part_of_every_page_is_read_alone(digest: RegionDigest, begin: int, end: int) -> None:
+    memory = pool(3 * 4096)
+    part = memory[:, begin:end]
+    found = digest.of_pages(part, PAGES, 5)
+    assert found == digest.of_staged(gathered(part, PAGES), end - begin, 5)
+    memory[:, :begin] ^= 1
+    memory[:, end:] ^= 1
+    assert found == digest.of_pages(part, PAGES, 5)
+    part ^= 1
+    assert found != digest.of_pages(part, PAGES, 5)
+
+
 def test_a_block_in_the_wrong_place_is_found_at_once() -> None:
     memory = pool(4 * BLOCK_BYTES)
     good = SAMPLED.of_pages(memory, PAGES, 7)

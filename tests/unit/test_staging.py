@@ -27,6 +27,7 @@ from baton.transfer.staging import (
     state_pieces_of,
     unit_rows,
 )
+from baton.transfer.transports.base import Rows
 
 KEY = HandoffKey(HandoffId(1), 1)
 
@@ -244,9 +245,8 @@ def test_wrong_size_and_wrong_digest_are_damage_and_touch_nothing() -> None:
 def test_bytes_of_one_component_are_damage_for_another() -> None:
     subject, data = handler(span("full", [9]), span("swa", [3])), content(1)
     assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, data, component="swa"), data), Damaged)
-    assert isinstance(
-        subject.verify_pulled(KEY, chunk(0, 0, 1, data, component="swa"), np.array([3], dtype=np.int32), 0.0), Damaged
-    )
+    pulled = Rows(Component.SWA, np.array([3], dtype=np.int32), 0, 24)
+    assert isinstance(subject.verify_pulled(KEY, chunk(0, 0, 1, data, component="swa"), pulled, 0.0), Damaged)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ class StagedTransport(Transport, Protocol):
 class PullTransport(Transport, Protocol):
     """The receiver reads the source's units itself, straight into its own. Done when it returns: nothing to cancel."""
 
-    def pull(self, peer: Stamp, component: Component, source_units: UnitIds, units: UnitIds) -> PullFailed | None:
-        """Copies `source_units` of the peer's pool of `component` into `units` of ours, one for one. After a failure
-        the units hold anything."""
+    def pull(self, peer: Stamp, source: Rows, target: Rows) -> PullFailed | None:
+        """Copies `source` of the peer's pool into `target` of ours, one for one: the same bytes of as many units. After
+        a failure these bytes of `target` are anything."""
         ...

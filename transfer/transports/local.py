@@ -16,7 +16,7 @@ import errno
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, TransportEvent, UnitIds
+from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, Rows, TransportEvent
 
 _IOV_MAX = 1024
 _UNITS_PER_CALL = _IOV_MAX - 1  # the last entry is the nonce
@@ -101,20 +101,20 @@ class LocalTransport:
     def close_link(self, peer: Stamp) -> None:
         self._peers.pop(peer, None)
 
-    def pull(self, peer: Stamp, component: Component, source_units: UnitIds, units: UnitIds) -> PullFailed | None:
+    def pull(self, peer: Stamp, source: Rows, target: Rows) -> PullFailed | None:
         known = self._peers.get(peer)
         if known is None:
             return PullFailed("the link is not open", peer_lost=False)
-        if len(source_units) != len(units):
-            return PullFailed(f"{len(source_units)} source units for {len(units)} of ours", peer_lost=False)
-        theirs, ours = known.pools[component], self._pools[component]
-        for ids, pool in ((source_units, theirs), (units, ours)):
-            if len(ids) and not (ids.min() > 0 and ids.max() < pool.units):
+        if len(source.units) != len(target.units):
+            return PullFailed(f"{len(source.units)} source units for {len(target.units)} of ours", peer_lost=False)
+        theirs, ours = known.pools[source.component], self._pools[target.component]
+        for rows, pool in ((source, theirs), (target, ours)):
+            if len(rows.units) and not (rows.units.min() > 0 and rows.units.max() < pool.units):
                 return PullFailed("a unit outside of the pool", peer_lost=False)
-        for at in range(0, len(units), _UNITS_PER_CALL):
+        for at in range(0, len(target.units), _UNITS_PER_CALL):
             batch = slice(at, at + _UNITS_PER_CALL)
-            remote = _iovecs(theirs, source_units[batch], known.nonce_at)
-            local = _iovecs(ours, units[batch], self._seen_nonce.ctypes.data)
+            remote = _iovecs(theirs, replace(source, units=source.units[batch]), known.nonce_at)
+            local = _iovecs(ours, replace(target, units=target.units[batch]), self._seen_nonce.ctypes.data)
             failed = self._read(known, local, remote)
             if failed is not None:
                 del self._peers[peer]
@@ -153,7 +153,7 @@ class LocalTransport:
         peer = _Peer(int(address["pid"]), pools, int(address["nonce_at"]), nonce)
         if len(nonce) != _NONCE_BYTES:
             return "its nonce makes no sense"
-        nothing, none = _Pool(0, 0, 0), np.empty(0, dtype=np.int32)
+        nothing, none = _Pool(0, 0, 0), Rows(Component.FULL, np.empty(0, dtype=np.int32), 0, 0)
         local = _iovecs(nothing, none, self._seen_nonce.ctypes.data)
         failed = self._read(peer, local, _iovecs(nothing, none, peer.nonce_at))
         if failed is not None:
@@ -178,12 +178,13 @@ class LocalTransport:
         return None
 
 
-def _iovecs(pool: _Pool, units: UnitIds, nonce_at: int) -> Iovecs:
-    """One entry per stretch of consecutive units, and one for the nonce."""
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(units) != 1) + 1)) if len(units) else np.empty(0, np.int64)
+def _iovecs(pool: _Pool, rows: Rows, nonce_at: int) -> Iovecs:
+    """One entry per stretch of consecutive whole units, or per part of one; and one for the nonce."""
+    units, whole = rows.units, rows.row_bytes == pool.unit_bytes
+    starts = np.flatnonzero(np.diff(units, prepend=-2) != 1) if whole else np.arange(len(units))
     vectors = np.empty((len(starts) + 1, 2), dtype=np.uint64)
-    vectors[:-1, 0] = pool.base + units[starts].astype(np.int64) * pool.unit_bytes
-    vectors[:-1, 1] = np.diff(np.append(starts, len(units))) * pool.unit_bytes
+    vectors[:-1, 0] = pool.base + units[starts].astype(np.int64) * pool.unit_bytes + rows.begin
+    vectors[:-1, 1] = np.diff(np.append(starts, len(units))) * rows.row_bytes
     vectors[-1] = nonce_at, _NONCE_BYTES
     return vectors
 
