@@ -1,0 +1,148 @@
+"""Everything that is known by (peer, lane): the transports of this process, their links, what they moved and how fast.
+
+Owns: the transports, the states of their links (`link.py`), counters and speeds. Never: a hand-off, or a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from baton.common.config import TransferConfig
+from baton.common.ids import Stamp, WorkerId
+from baton.common.log import EventLog
+from baton.common.messages import LaneAddress, Member
+from baton.transfer.link import Chosen, CloseLink, LaneView, Links, NoLane, OpenLink, Wait
+from baton.transfer.session.effects import PULL_LANES
+from baton.transfer.speed import LaneSpeeds
+from baton.transfer.transports.base import (
+    Ended,
+    LinkDown,
+    LinkUp,
+    PullTransport,
+    Received,
+    Sent,
+    StagedTransport,
+    Transport,
+)
+
+_log = EventLog("baton.transfer")
+
+
+@dataclass(slots=True)
+class LaneCounters:
+    """One peer over one lane, since the start."""
+
+    regions_in: int = 0
+    bytes_in: int = 0
+    regions_out: int = 0
+    bytes_out: int = 0
+    damaged: int = 0
+    failures: int = 0
+
+
+class PeerLanes:
+    """`staged` and `pull` are the lanes that this process has; `config.lanes` orders them."""
+
+    def __init__(
+        self, config: TransferConfig, staged: Sequence[StagedTransport], pull: Sequence[PullTransport]
+    ) -> None:
+        self.staged = {transport.lane: transport for transport in staged}
+        self.pull = {transport.lane: transport for transport in pull}
+        assert self.pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"
+        assert not self.staged.keys() & PULL_LANES
+        self.transports: dict[str, Transport] = {**self.staged, **self.pull}
+        self._order = tuple(lane for lane in config.lanes if lane in self.transports)
+        self._links = Links(self._order)
+        self._counters: dict[tuple[WorkerId, str], LaneCounters] = {}
+        self._speeds = LaneSpeeds()
+        self._in_use: dict[Stamp, str] = {}
+
+    def addresses(self) -> tuple[LaneAddress, ...]:
+        """What peers need to reach this process, in order of preference."""
+        return tuple(self.transports[lane].address() for lane in self._order)
+
+    def set_peers(self, peers: Sequence[Member], now: float) -> None:
+        """The processes that this one receives from."""
+        self._carry_out(self._links.set_peers([(peer.stamp, peer.lanes) for peer in peers], now))
+        for stamp in [stamp for stamp in self._in_use if not self._links.knows(stamp)]:
+            del self._in_use[stamp]
+
+    def knows(self, peer: Stamp) -> bool:
+        return self._links.knows(peer)
+
+    def poll(self, now: float) -> Iterable[Received | Sent | Ended]:
+        """The ends of operations. News of links are dealt with here."""
+        for lane, transport in self.transports.items():
+            for event in transport.poll():
+                match event:
+                    case Received() | Sent() | Ended():
+                        yield event
+                    case LinkUp():
+                        self._links.on_up(event.peer, lane, now)
+                    case LinkDown():
+                        self._links.on_down(event.peer, lane, event.reason, now)
+                        _log.info("link_down", peer=event.peer.worker, lane=lane, reason=event.reason)
+                    case _:
+                        assert_never(event)
+        self._carry_out(self._links.on_timer(now))
+
+    @property
+    def busy(self) -> bool:
+        """A transport has something on its way whose end no wake source announces."""
+        return any(transport.busy for transport in self.transports.values())
+
+    def next_deadline(self) -> float | None:
+        return self._links.next_deadline()
+
+    # ----------------------------------------------------------------------------------------- choices
+
+    def choose(self, peer: Stamp, now: float) -> Chosen | Wait | NoLane:
+        return self._links.choose(peer, now)
+
+    def use(self, peer: Stamp, chosen: Chosen) -> None:
+        """A hand-off with `peer` takes this lane: said aloud when it is another one than before."""
+        if self._in_use.get(peer) != chosen.lane:
+            self._in_use[peer] = chosen.lane
+            _log.info("lane", peer=peer.worker, lane=chosen.lane, reason=chosen.reason)
+
+    def on_failure(self, peer: Stamp, lane: str, reason: str, now: float) -> None:
+        """A hand-off broke on it while receiving."""
+        self.count(peer.worker, lane).failures += 1
+        _log.warning("lane_failed", peer=peer.worker, lane=lane, reason=reason)
+        self._links.on_failure(peer, lane, now)
+
+    # ---------------------------------------------------------------------------------------- measures
+
+    def count(self, peer: WorkerId, lane: str) -> LaneCounters:
+        """To be counted up."""
+        return self._counters.setdefault((peer, lane), LaneCounters())
+
+    def note_moved(self, peer: WorkerId, lane: str, nbytes: int, started_s: float, ended_s: float) -> None:
+        self._speeds.note(peer, lane, nbytes, started_s, ended_s)
+
+    def gbps(self, peer: WorkerId, lane: str) -> float:
+        return self._speeds.gbps(peer, lane)
+
+    def counters(self) -> dict[tuple[WorkerId, str], LaneCounters]:
+        """Copies."""
+        return {pair: replace(counters) for pair, counters in self._counters.items()}
+
+    def views(self, now: float) -> dict[WorkerId, list[LaneView]]:
+        return self._links.snapshot(now)
+
+    def close(self) -> None:
+        """Ends all lanes; staging memory is safe to drop afterwards."""
+        for transport in self.transports.values():
+            transport.close()
+
+    def _carry_out(self, effects: Sequence[OpenLink | CloseLink]) -> None:
+        for effect in effects:
+            match effect:
+                case OpenLink(peer, lane, address):
+                    self.transports[lane].open(peer, address)
+                case CloseLink(peer, lane):
+                    self.transports[lane].close_link(peer)
+                case _:
+                    assert_never(effect)
