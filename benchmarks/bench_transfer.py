@@ -79,7 +79,7 @@ def scattered(page_bytes: int, seed: int) -> np.ndarray:
 
 
 def new_pool(page_bytes: int) -> NumpyKvBuffer:
-    buffer = NumpyKvBuffer(TOTAL_BYTES // page_bytes * SPREAD + 1, page_bytes, page_size=1)
+    buffer = NumpyKvBuffer(TOTAL_BYTES // page_bytes * SPREAD + 1, page_bytes, page_size=1, shared=True)
     buffer.as_bytes()[:] = np.random.default_rng(page_bytes).integers(0, 256, page_bytes, dtype=np.uint8)
     return buffer
 

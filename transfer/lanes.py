@@ -10,8 +10,8 @@ from baton.common.engine.batch import KvMemory
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
+from baton.common.shared_memory import NotShared
 from baton.transfer.mesh import Mesh
-from baton.transfer.staging import unit_rows
 from baton.transfer.transports.base import PullTransport, StagedTransport
 from baton.transfer.transports.local import LocalTransport
 from baton.transfer.transports.ucx import UcxTransport, why_unavailable
@@ -39,7 +39,11 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     for lane in config.transfer.lanes:
         match lane:
             case "local":
-                pull.append(LocalTransport(unit_rows(memory)))
+                try:
+                    pull.append(LocalTransport(memory))
+                except NotShared as error:
+                    missing.append(f"local: {error}")
+                    _log.info("lane_missing", lane="local", reason=str(error))
             case "zmq":
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
             case "ucx":

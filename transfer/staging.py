@@ -23,6 +23,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
 from baton.common.messages import Chunk, unpack_tokens
+from baton.transfer.copying import copy_rows
 from baton.transfer.digest import RegionDigest
 from baton.transfer.plan import Span, pieces_of_state
 from baton.transfer.transports.base import Bytes, Rows, UnitIds
@@ -192,7 +193,7 @@ class StagingHandler:
         if self.digest_staged(target, data, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         started = time.perf_counter()
-        scatter_pages(self._stretch(target), target.units, data)
+        copy_rows(self._stretch(target), target.units, data.reshape(len(target.units), -1), None)
         return self._note_landed(key, chunk, started)
 
     def verify_pulled(self, key: HandoffKey, chunk: Chunk, target: Rows, started: float) -> Scatter:
@@ -207,7 +208,7 @@ class StagingHandler:
     def gather(self, source: Rows, out: Bytes) -> Bytes:
         """Copies `source` into the front of `out` and returns that part of it."""
         filled = out[: source.nbytes]
-        gather_pages(self._stretch(source), source.units, filled)
+        copy_rows(filled.reshape(len(source.units), -1), None, self._stretch(source), source.units)
         return filled
 
     def digest(self, rows: Rows, seq: int) -> int:
@@ -240,27 +241,3 @@ def unit_rows(memory: KvMemory) -> dict[Component, Bytes]:
         component: buffer.as_bytes().reshape(buffer.num_pages * pieces[component], -1)
         for component, buffer in memory.buffers.items()
     }
-
-
-def scatter_pages(pool: Bytes, pages: UnitIds, data: Bytes) -> None:
-    """pool[pages] = data. By 8-byte words: indexed copies of bytes are several times slower."""
-    rows = data.reshape(len(pages), pool.shape[1])
-    if _whole_words(pool) and _whole_words(rows):
-        pool.view(np.int64)[pages] = rows.view(np.int64)
-    else:
-        pool[pages] = rows
-
-
-def gather_pages(pool: Bytes, pages: UnitIds, out: Bytes) -> None:
-    """out = pool[pages]."""
-    rows = out.reshape(len(pages), pool.shape[1])
-    if _whole_words(pool) and _whole_words(rows):
-        pool, rows = pool.view(np.int64), rows.view(np.int64)
-    if pool.flags.c_contiguous:
-        np.take(pool, pages, axis=0, out=rows, mode="clip")  # any other mode copies twice; the ids have been checked
-    else:
-        rows[:] = pool[pages]  # `take` would copy the whole pool first
-
-
-def _whole_words(rows: Bytes) -> bool:
-    return rows.shape[1] % 8 == 0 and rows.strides[0] % 8 == 0 and rows.ctypes.data % 8 == 0

@@ -63,7 +63,7 @@ class KvSpec:
         """`fill`: seed of the content of `random_pool`; 0: zeros."""
         buffers = {}
         for component, (num_pages, page_bytes) in zip(self.layout.components, self.pools, strict=True):
-            buffer = NumpyKvBuffer(num_pages, page_bytes, self.layout.page_size)
+            buffer = NumpyKvBuffer(num_pages, page_bytes, self.layout.page_size, shared=True)
             if fill:
                 buffer.as_bytes()[:] = random_pool(num_pages, page_bytes, fill)
             buffers[component] = buffer
@@ -114,7 +114,7 @@ class End:
         pull: list[PullTransport] = []
         match spec.lane:
             case "local":
-                pull = [LocalTransport(self.pools)]
+                pull = [LocalTransport(memory)]
             case "zmq":
                 staged = [ZmqTransport(self.stamp, self.mesh, "127.0.0.1", spec.config.region_bytes)]
             case "ucx":

@@ -106,7 +106,7 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     config = spec.config
     if config.model.model == FAKE_MODEL:
         layout = KvLayout(config.kv.page_size)
-        return fake_runner(_with_null(decided_counts(config.kv, layout)), config.kv.page_size)
+        return fake_runner(_with_null(decided_counts(config.kv, layout)), config.kv.page_size, shared=True)
     from baton.common.engine.torch_runner import TorchRunner  # heavy, and not needed for the fake model
     from baton.common.model.loading import model_info
 

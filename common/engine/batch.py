@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.shared_memory import SharedBlock
 from baton.common.units import pages_for_tokens
 
 I32 = npt.NDArray[np.int32]
@@ -154,11 +155,15 @@ class KvBuffer(Protocol):
     bytes each, one contiguous block per page. For recurrent layers a page is one sequence's state.
 
     `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
-    `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte.
+    `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte. `block` is what
+    the memory is the beginning of, where processes of this host can share it; None: they cannot.
     """
 
     num_pages: int
     page_bytes: int
+
+    @property
+    def block(self) -> SharedBlock | None: ...
 
     def as_bytes(self) -> npt.NDArray[np.uint8]: ...
 

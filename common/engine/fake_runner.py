@@ -242,17 +242,19 @@ def fake_runner(
     cost: StepCost | None = None,
     layout: KvLayout | None = None,
     state_bytes: int = 64,
+    shared: bool = False,
 ) -> FakeRunner:
     """A fake runner with memory of its own. `num_pages` counts the null page; a number alone is for one component.
-    Without `layout` all layers attend to everything. `state_bytes` is the size of a slot."""
+    Without `layout` all layers attend to everything. `state_bytes` is the size of a slot. `shared`: other processes may
+    map the memory."""
     layout = layout or KvLayout(page_size)
     assert layout.page_size == page_size, (layout, page_size)
     counts = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys(layout.components, num_pages)
     assert isinstance(num_pages, Mapping) or len(counts) == 1, "each component has a pool of its own size"
     buffers = {
-        component: NumpyKvBuffer(counts[component], state_bytes, 1, "fake-state")
+        component: NumpyKvBuffer(counts[component], state_bytes, 1, "fake-state", shared=shared)
         if component is Component.STATE
-        else NumpyKvBuffer(counts[component], bytes_per_token * page_size, page_size, "fake")
+        else NumpyKvBuffer(counts[component], bytes_per_token * page_size, page_size, "fake", shared=shared)
         for component in layout.components
     }
     return FakeRunner(KvMemory(layout, buffers), max_positions=max_positions, cost=cost)

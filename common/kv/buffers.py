@@ -5,17 +5,24 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.shared_memory import SharedBlock
+
 
 class NumpyKvBuffer:
-    """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes."""
+    """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes. `shared`:
+    other processes may map them, at the price of a descriptor."""
 
-    def __init__(self, num_pages: int, page_bytes: int, page_size: int, kind: str = "numpy") -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, page_size: int, kind: str = "numpy", *, shared: bool = False
+    ) -> None:
         assert min(num_pages - 1, page_bytes, page_size) > 0, (num_pages, page_bytes, page_size)
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.page_size = page_size
         self._kind = kind
-        self._memory = np.zeros((num_pages, page_bytes), dtype=np.uint8)
+        self.block = SharedBlock(num_pages * page_bytes) if shared else None
+        memory = np.zeros(num_pages * page_bytes, dtype=np.uint8) if self.block is None else self.block.memory
+        self._memory = memory.reshape(num_pages, page_bytes)
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The live memory, [num_pages, page_bytes]."""

@@ -4,6 +4,7 @@ K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: 
 block (gather and scatter copy whole pages), and inside a page a head's tokens follow one another (attention streams
 them). States: a slot is one contiguous block too, the states of all recurrent layers of one sequence one after the
 other, each in its own dtype.
+Both live in memory that other processes of this host may map (`SharedBlock`): the `local` lane reads it there.
 Never: decides which page belongs to whom.
 """
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from baton.common.kv.state_shape import StateShape
-from baton.common.memory import system_memory
+from baton.common.shared_memory import SharedBlock
 
 LAYOUT = "page-layer-kv-head-token-dim/1"
 STATE_LAYOUT = "slot-layer-conv-recurrent/1"
@@ -41,7 +42,8 @@ class TorchKvBuffer:
         self.page_size = page_size
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
-        self.pool = system_memory(math.prod(shape) * kind.itemsize).view(kind).view(shape)
+        self.block = SharedBlock(math.prod(shape) * kind.itemsize)
+        self.pool = torch.from_numpy(self.block.memory).view(kind).view(shape)
         self.page_bytes = self.pool[0].numel() * self.pool.element_size()
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
@@ -71,7 +73,8 @@ class TorchStateBuffer:
         self.page_bytes = num_layers * shape.layer_bytes(kind.itemsize)
         self.shape = shape
         self._kind = kind
-        self._slots = system_memory(num_slots * self.page_bytes).view(num_slots, self.page_bytes)
+        self.block = SharedBlock(num_slots * self.page_bytes)
+        self._slots = torch.from_numpy(self.block.memory).view(num_slots, self.page_bytes)
         conv_bytes, layer_bytes = shape.conv_bytes(kind.itemsize), shape.layer_bytes(kind.itemsize)
         starts = range(0, self.page_bytes, layer_bytes)
         # Per recurrent layer, over all slots: [num_slots, channels, width], and [num_slots, *recurrent] if it has one.

@@ -23,7 +23,7 @@ LAYERED = {
 
 
 def make_layered(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
-    return fake_runner(NUM_PAGES, LAYOUT.page_size, layout=LAYOUT, state_bytes=STATE_BYTES)
+    return fake_runner(NUM_PAGES, LAYOUT.page_size, layout=LAYOUT, state_bytes=STATE_BYTES, shared=True)
 
 
 class LayeredPrefillActor(PrefillActor):

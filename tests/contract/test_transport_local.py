@@ -8,23 +8,32 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from baton.common.engine.batch import KvMemory
 from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
+from baton.common.shared_memory import NotShared
 from baton.transfer.testing import TransportContract
 from baton.transfer.testing_ends import random_pool
-from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, Rows
+from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, Rows
 from baton.transfer.transports.local import LocalTransport
 
 PEER = Stamp(WorkerId("peer"), 0, Epoch(5))
 
 
-def transport(pool: Bytes) -> LocalTransport:
-    return LocalTransport({Component.FULL: pool})
+def transport(pages: int = 8, page_bytes: int = 4096, fill: int = 0) -> tuple[LocalTransport, Bytes]:
+    buffer = NumpyKvBuffer(pages, page_bytes, 4, shared=True)
+    if fill:
+        buffer.as_bytes()[:] = random_pool(pages, page_bytes, fill)
+    return LocalTransport(KvMemory.full(buffer, 4)), buffer.as_bytes()
 
 
-def rows(*units: int, begin: int = 0, size: int = 4096) -> Rows:
-    return Rows(Component.FULL, np.array(units, dtype=np.int32), begin, begin + size)
+def pull(receiver: LocalTransport, theirs: list[int] | np.ndarray, ours: list[int] | np.ndarray, end: int = 4096) -> (
+    PullFailed | None
+):  # fmt: skip
+    source, target = (Rows(Component.FULL, np.asarray(ids, np.int32), 0, end) for ids in (theirs, ours))
+    return receiver.pull(PEER, source, target)
 
 
 class TestLocal(TransportContract):
@@ -34,78 +43,88 @@ class TestLocal(TransportContract):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"nonce": "00" * 16}, "another process"),
-        ({"nonce": "00"}, "makes no sense"),
-        ({"nonce": "zz"}, "makes no sense"),
-        ({"nonce_at": 16}, "Bad address"),
-        ({"pid": 2**22 + 1}, "No such process"),
+        ({"full_nonce": "01" * 16}, "another process"),
+        ({"full_nonce": "00"}, "makes no sense"),
+        ({"full_nonce": "zz"}, "makes no sense"),
+        ({"full_fd": 0}, "no sealed memory"),
+        ({"full_fd": 2**20}, "No such file"),
+        ({"full_fd": "../environ"}, "makes no sense"),
+        ({"pid": 2**22 + 1}, "No such file"),
         ({"full_unit_bytes": 8192}, "full has 8192 bytes"),
+        ({"full_units": 9}, "bytes where"),
+        ({"full_units": -1}, "bytes where"),
         ({"host": "elsewhere"}, "another host"),
-        ({"full_base": "x"}, "makes no sense"),
+        ({"full_units": "x"}, "makes no sense"),
     ],
 )
 def test_a_peer_that_is_not_proven_is_never_read(changes: Mapping[str, str | int], reason: str) -> None:
-    source, receiver = transport(random_pool(8, 4096, 1)), transport(np.zeros((8, 4096), np.uint8))
+    (source, _), (receiver, _) = transport(fill=1), transport()
     receiver.open(PEER, LaneAddress(lane="local", address={**source.address().address, **changes}))
     [event] = receiver.poll()
     assert isinstance(event, LinkDown)
     assert reason in event.reason
-    failed = receiver.pull(PEER, rows(1), rows(1))
+    failed = pull(receiver, [1], [1])
     assert failed is not None
     assert "not open" in failed.reason
 
 
-def test_a_peer_that_was_replaced_at_its_address_is_noticed_before_its_bytes_count() -> None:
-    source, receiver = transport(random_pool(8, 4096, 1)), transport(np.zeros((8, 4096), np.uint8))
+def test_what_a_peer_took_back_does_not_count() -> None:
+    (source, _), (receiver, _) = transport(fill=1), transport()
     receiver.open(PEER, source.address())
     assert receiver.poll() == [LinkUp(PEER)]
-    source.close()  # its nonce is gone, as after a restart with a recycled pid
-    failed = receiver.pull(PEER, rows(1), rows(1))
+    source.close()
+    failed = pull(receiver, [1], [1])
     assert failed is not None
     assert failed.peer_lost
     assert isinstance(receiver.poll()[0], LinkDown)
 
 
-@pytest.mark.parametrize("source_page", [0, -1, 8, 2**31 - 1])
-def test_a_page_outside_of_the_peers_pool_is_never_read(source_page: int) -> None:
-    pool = random_pool(8, 4096, 1)
-    receiver = transport(np.zeros((8, 4096), np.uint8))
-    source = transport(pool)
+@pytest.mark.parametrize("page", [0, -1, 8, 2**31 - 1])
+def test_a_page_outside_of_either_pool_is_never_touched(page: int) -> None:
+    (source, _), (receiver, mine) = transport(fill=1), transport()
     receiver.open(PEER, source.address())
-    failed = receiver.pull(PEER, rows(source_page), rows(1))
+    for theirs, ours in (([page], [1]), ([1], [page])):
+        failed = pull(receiver, theirs, ours)
+        assert failed is not None
+        assert "outside" in failed.reason
+    assert not mine.any()
+
+
+def test_rows_that_do_not_match_are_refused() -> None:
+    (source, _), (receiver, mine) = transport(fill=1), transport()
+    receiver.open(PEER, source.address())
+    failed = pull(receiver, [1, 2], [1])
     assert failed is not None
-    assert "outside" in failed.reason
+    assert "8192 bytes for 4096" in failed.reason
+    assert not mine.any()
 
 
-def test_thousands_of_scattered_pages_go_in_batches() -> None:
+def test_thousands_of_scattered_pages() -> None:
     pages = 5000
-    pool = random_pool(pages, 64, 2)
-    mine = np.zeros((pages, 64), np.uint8)
-    source, receiver = transport(pool), transport(mine)
+    (source, pool), (receiver, mine) = transport(pages, 64, 2), transport(pages, 64)
     receiver.open(PEER, source.address())
     rng = np.random.default_rng(1)
     ours, theirs = (rng.permutation(np.arange(1, pages, dtype=np.int32)) for _ in range(2))
-    assert receiver.pull(PEER, rows(*theirs, size=64), rows(*ours, size=64)) is None
+    assert pull(receiver, theirs, ours, 64) is None
     assert np.array_equal(mine[ours], pool[theirs])
     assert not mine[0].any()
 
 
-def test_neighbouring_pages_on_one_side_only_are_copied_right() -> None:
-    pool, mine = random_pool(64, 64, 3), np.zeros((64, 64), np.uint8)
-    receiver, source = transport(mine), transport(pool)
+def test_some_layers_of_pages_leave_the_others_alone() -> None:
+    (source, pool), (receiver, mine) = transport(fill=3), transport(fill=4)
     receiver.open(PEER, source.address())
-    theirs, ours = np.arange(10, 30, dtype=np.int32), np.arange(40, 20, -1, dtype=np.int32)
-    assert receiver.pull(PEER, rows(*theirs, size=64), rows(*ours, size=64)) is None
-    assert np.array_equal(mine[ours], pool[theirs])
-    assert os.getpid() == source.address().address["pid"]
+    expected = mine.copy()
+    expected[[5, 2], 1024:2048] = pool[[3, 6], 1024:2048]
+    rows = [Rows(Component.FULL, np.array(ids, np.int32), 1024, 2048) for ids in ([3, 6], [5, 2])]
+    assert receiver.pull(PEER, *rows) is None
+    assert np.array_equal(mine, expected)
 
 
-def test_a_part_of_every_page_is_copied_and_the_rest_of_it_left_alone() -> None:
-    pool, mine = random_pool(2000, 64, 3), np.zeros((2000, 64), np.uint8)
-    receiver, source = transport(mine), transport(pool)
-    receiver.open(PEER, source.address())
-    theirs, ours = np.arange(500, 1800, dtype=np.int32), np.arange(1, 1301, dtype=np.int32)
-    assert receiver.pull(PEER, rows(*theirs, begin=24, size=16), rows(*ours, begin=24, size=16)) is None
-    assert np.array_equal(mine[ours, 24:40], pool[theirs, 24:40])
-    mine[ours, 24:40] = 0
-    assert not mine.any()
+def test_the_address_names_this_process() -> None:
+    source, _ = transport()
+    assert source.address().address["pid"] == os.getpid()
+
+
+def test_a_pool_elsewhere_has_no_such_lane() -> None:
+    with pytest.raises(NotShared, match="full is not in memory"):
+        LocalTransport(KvMemory.full(NumpyKvBuffer(8, 64, 4), 4))

@@ -157,6 +157,6 @@ class PullTransport(Transport, Protocol):
     """The receiver reads the source's units itself, straight into its own. Done when it returns: nothing to cancel."""
 
     def pull(self, peer: Stamp, source: Rows, target: Rows) -> PullFailed | None:
-        """Copies `source` of the peer's pool into `target` of ours, one for one: the same bytes of as many units. After
-        a failure these bytes of `target` are anything."""
+        """Copies `source` of the peer's pools into `target` of ours, row for row. After a failure the rows hold
+        anything."""
         ...
