@@ -22,6 +22,7 @@ from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress, Member
+from baton.common.trace import Args, Recorder
 from baton.transfer.digest import RegionDigest
 from baton.transfer.incoming import Incoming
 from baton.transfer.link import LaneView
@@ -33,10 +34,13 @@ from baton.transfer.session.effects import (
     DataEvent,
     FenceSink,
     FenceSource,
+    Landed,
     LandRegion,
     PrepareSink,
+    RegionReady,
     SendRegion,
 )
+from baton.transfer.session.ledger import handoff_name
 from baton.transfer.staging import StagingHandler, unit_rows
 from baton.transfer.transports.base import PullTransport, StagedTransport
 
@@ -75,6 +79,7 @@ class DataPlane:
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
         self._lanes = PeerLanes(config, staged, pull)
         self._events: list[DataEvent] = []
+        self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)
         halves = (config, handler, self._lanes, self._answer, lambda: next(numbers))
         self._incoming = Incoming(*halves)
@@ -161,11 +166,27 @@ class DataPlane:
         return chain(self._incoming.copies(now), self._outgoing.copies())
 
     def _answer(self, event: DataEvent) -> None:
+        if self.trace is not None:
+            _record(self.trace, event)
         self._events.append(event)
 
     def _take_events(self) -> list[DataEvent]:
         events, self._events = self._events, []
         return events
+
+
+def _record(trace: Recorder, event: DataEvent) -> None:
+    """The copy that has just been made, if it tells of one."""
+    match event:
+        case Landed():
+            name, took_s = "scatter", event.scatter_s
+        case RegionReady():
+            name, took_s = "gather", event.gather_s
+        case _:
+            return
+    ended_s = time.perf_counter()
+    args: Args = {"handoff": handoff_name(event.key), "seq": event.seq, "bytes": event.nbytes}
+    trace.slice(name, ended_s - took_s, ended_s, args)
 
 
 def _check_unit_fits(component: Component, unit_bytes: int, region_bytes: int) -> None:

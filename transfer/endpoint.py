@@ -75,6 +75,7 @@ from baton.transfer.session.effects import (
     SourceFenced,
     SourceLaneFailed,
 )
+from baton.transfer.session.ledger import Ledger
 from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step, Verdict
 
 MAX_LIVE_SOURCES = 1024
@@ -136,8 +137,9 @@ class Endpoint:
         self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces)
         bounds = (self._rules, config.tombstone_ttl_s, config.max_tombstones, self._counters, self._history)
-        self._sinks = SessionBook(SINK, *bounds)
-        self._sources = SessionBook(SOURCE, *bounds)
+        self.ledger = Ledger()
+        self._sinks = SessionBook(SINK, *bounds, self.ledger.on_sink)
+        self._sources = SessionBook(SOURCE, *bounds, self.ledger.on_source)
 
     # ------------------------------------------------------------------------------------------- inputs
 

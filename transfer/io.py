@@ -209,7 +209,9 @@ class IoThread:
             self._on_frame(frame, now)
         self._take_posted(now)
         if self._hand_offs is not None:
-            self._answer(self._hand_offs.data.poll(now), now)
+            events = self._hand_offs.data.poll(now)
+            now = self._clock.now()  # copying took a while
+            self._answer(events, now)
             self._carry_out(self._hand_offs.endpoint.on_timer(now), now)
         if self._roster.speak(now):
             self._speak(now)

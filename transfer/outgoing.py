@@ -92,6 +92,7 @@ class Outgoing:
 
     def _start(self, effect: SendRegion) -> bool:
         """False: no slot is free."""
+        started = time.perf_counter()
         source = self._handler.rows_of(effect.span)
         counters = self._lanes.count(effect.peer.worker, effect.lane)
         if effect.lane in self._lanes.pull:
@@ -107,7 +108,7 @@ class Outgoing:
             self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, payload)
         counters.regions_out += 1
         counters.bytes_out += nbytes
-        self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest))
+        self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest, time.perf_counter() - started))
         return True
 
     def _bytes_of(self, effect: SendRegion) -> int:

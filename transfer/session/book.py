@@ -58,13 +58,16 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         max_tombstones: int,
         counters: Counter[str],
         history: deque[Transition],
+        observe: Callable[[HandoffKey, InputT | None, Step[StateT, OutputT], float], None],
     ) -> None:
+        """`observe` is told of every step; of the first one of a session, without an event."""
         self._machine = machine
         self._rules = rules
         self._tombstone_ttl_s = tombstone_ttl_s
         self._max_tombstones = max_tombstones
         self._counters = counters
         self._history = history
+        self._observe = observe
         self._states: dict[HandoffKey, StateT] = {}
         self._ended: dict[HandoffKey, float] = {}  # -> when to forget it; in order of ending
         self._unasked: dict[HandoffKey, float] = {}  # the same, for what a frame alone has created
@@ -94,6 +97,7 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
     def open(self, key: HandoffKey, first: Step[StateT, OutputT], now: float) -> tuple[OutputT, ...]:
         """Enters a new session with its first step."""
         assert key not in self._states, f"{self._machine.side} {key} exists"
+        self._observe(key, None, first, now)
         self._enter(key, first.state, now)
         return first.effects
 
@@ -111,6 +115,7 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         before = self._states[key]
         step = self._machine.step(before, event, now, self._rules)
         self._note(key, before, event, step, now)
+        self._observe(key, event, step, now)
         self._enter(key, step.state, now)
         return step.effects
 

@@ -195,6 +195,7 @@ class RegionReady:
     tag: int
     nbytes: int
     digest: int  # xxh3-64
+    gather_s: float = 0.0  # of the time since SendRegion: gathering and digesting
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""What a worker tells of its hand-offs: the words of `baton status`, `/metrics` and `baton handoffs`. Values only.
+
+All of it is counted by `session/ledger.py`, since the process started; times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from baton.common.histogram import LATENCY_BOUNDS_S
+
+Direction = Literal["in", "out"]
+"""Of KV, seen from the worker that tells: a decode worker receives, a prefill worker sends."""
+
+Outcome = Literal["open", "committed", "failed"]
+
+_NO_COUNTS = (0,) * (len(LATENCY_BOUNDS_S) + 1)
+
+
+class Latencies(Struct, frozen=True, kw_only=True):
+    """`counts[i]` of them took at most `LATENCY_BOUNDS_S[i]` and more than the bound before; the last one, more."""
+
+    counts: tuple[int, ...] = _NO_COUNTS
+    total_s: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Flow(Struct, frozen=True, kw_only=True):
+    """What has moved between a worker and one peer over one lane. `lane` is "" for hand-offs that ended before they
+    got one."""
+
+    peer: str
+    lane: str
+    direction: Direction
+    recent_gbps: float = 0.0  # while it had work, over the last of it; 0.0: not known
+    busy_s: float = 0.0  # some region was under way
+    nbytes: int = 0
+    regions: int = 0
+    region: Latencies = Latencies()  # in: announced until in its pages; out: announced until acknowledged
+    handoff: Latencies = Latencies()  # in: asked for until committed; out: offered until its pages were free again
+    tail: Latencies = Latencies()  # out: all computed until committed: what the request waited for the transfer alone
+    failed: int = 0  # hand-offs that ended without commit
+    queued: int = 0
+    queue_s: float = 0.0  # in: hand-offs that waited for a lane and staging; out: regions that waited for their turn
+    resent_frames: int = 0
+    damaged_regions: int = 0  # asked for a second time
+    lane_failures: int = 0  # hand-offs that broke with the lane
+    lane_changes: int = 0  # hand-offs that came by this lane after one that came by another
+    stalls: int = 0
+    stall_s: float = 0.0  # out: computed regions waited for credit, and nothing else was left to do
+
+    @property
+    def mean_gbps(self) -> float:
+        return self.nbytes / self.busy_s / 1e9 if self.busy_s > 0 else 0.0
+
+
+class RegionTimes(Struct, frozen=True, array_like=True):
+    """One region of a hand-off, in seconds since that began."""
+
+    seq: int
+    begun_s: float
+    ended_s: float
+    nbytes: int
+
+
+class HandoffTimes(Struct, frozen=True, kw_only=True):
+    """The life of one hand-off. `marks`: what happened, and when, in seconds since it began; `regions`: the first of
+    them, with what `Flow.region` measures."""
+
+    handoff: str  # id/attempt
+    direction: Direction
+    request_id: str
+    peer: str
+    lane: str
+    tokens: int
+    begun_at_s: float  # on the clock of the process that tells
+    outcome: Outcome
+    reason: str = ""  # why it failed
+    marks: dict[str, float]
+    regions: tuple[RegionTimes, ...] = ()
+    region_count: int = 0
+    nbytes: int = 0
+    resent_frames: int = 0
+    damaged_regions: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
