@@ -29,6 +29,8 @@ ShortStr = Annotated[str, Meta(max_length=256)]
 SessionIdStr = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
+"""Smaller is sooner, as in vLLM. 0 unless a client says otherwise."""
 RegionUnits = Annotated[int, Meta(ge=1, le=MAX_REGION_UNITS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -258,6 +260,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     credit: Count  # regions with seq < credit may be sent
     region_units: Annotated[tuple[RegionUnits, ...], Meta(max_length=len(Component))]  # most in a region, by segment
     tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
+    priority: Priority = 0  # of its regions among those of others
 
 
 class Accept(_Message, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ class OpenSink:
     sample: bool
     sampling: SamplingParams
     deadline_s: float  # on the local clock
+    priority: int = 0  # smaller is sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class OfferReceived:
     sample: bool
     sampling: SamplingParams
     deadline_s: float  # on the local clock
+    priority: int = 0  # smaller is sooner
 
 
 @dataclass(frozen=True, slots=True)

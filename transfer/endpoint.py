@@ -277,6 +277,7 @@ class Endpoint:
             sampling=command.sampling,
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),
             tag_base=self._next_tag,
+            priority=command.priority,
         )
         if peer is None:  # it left while the command was on its way
             failure = Failure(code=ErrorCode.NO_WORKER, reason=f"{command.peer} is not in the cluster")
@@ -328,9 +329,18 @@ class Endpoint:
             region_units=offer.region_units,
             tag_base=offer.tag_base,
             deadline_s=now + min(offer.ttl_s, self._config.handoff_ttl_s),
+            priority=offer.priority,
         )
         received = OfferReceived(
-            offer.key, peer, offer.request_id, tokens, offer.start, offer.sample, offer.sampling, terms.deadline_s
+            offer.key,
+            peer,
+            offer.request_id,
+            tokens,
+            offer.start,
+            offer.sample,
+            offer.sampling,
+            terms.deadline_s,
+            priority=offer.priority,
         )
         return self._sources.open(offer.key, source.accept_offer(terms, offer.credit, received), now)
 

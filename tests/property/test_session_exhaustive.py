@@ -213,8 +213,17 @@ class Explorer:
             case LandRegion(tag=tag, chunk=chunk):
                 if self.lane in PULL_LANES or tag in world.bytes_sent:
                     yield self.sink_event(world, Landed(KEY, chunk.seq, 8, 0.0))
+                    if self.spare_slots(world) > 0:  # another hand-off waits for it
+                        yield self.sink_event(world, Landed(KEY, chunk.seq, 8, 0.0, slots=0))
             case FenceSink():  # whatever is open ends with the fence
                 yield self.sink_event(world._replace(sink_ops=frozenset()), SinkFenced(KEY))
+
+    def spare_slots(self, world: World) -> int:
+        """Slots that the hand-off could do without when a region lands."""
+        match world.sink.it:
+            case sink.Receiving() as receiving:
+                return receiving.credit - receiving.arrivals.landed - 1
+        return 0
 
     def source_answer(self, world: World, op: object) -> World:
         match op:

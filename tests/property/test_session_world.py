@@ -271,6 +271,7 @@ class DecodeNode(Node):
         self.incoming: dict[HandoffKey, Incoming] = {}
         self.registered: dict[HandoffKey, PrepareSink] = {}
         self.landings: dict[HandoffKey, list[Landing]] = {}
+        self.slots: dict[HandoffKey, int] = {}
         self.bytes_in: dict[int, list[list[int]]] = {}
 
     # ---- engine
@@ -338,13 +339,14 @@ class DecodeNode(Node):
             case PrepareSink():
                 self.registered[effect.key] = effect
                 self.landings[effect.key] = []
-                credit = self.world.random.randint(1, self.world.weather.slots)
+                credit = self.slots[effect.key] = self.world.random.randint(1, self.world.weather.slots)
                 weather = self.world.weather
                 region_units = (weather.region_pages,) * len(effect.spans)
                 self.answer(SinkPrepared(effect.key, weather.lane, credit, region_units), 0.2)
             case LandRegion():
                 landing = Landing(effect)
                 self.landings[effect.key].append(landing)
+                assert len(self.landings[effect.key]) <= self.slots[effect.key], "more regions open than slots held"
                 if self.world.chance(self.world.weather.break_lane):
                     self.answer(SinkLaneFailed(effect.key, CANCELLED, peer_lost=False))
                 self.world.later(0.05, lambda: self.land(landing))
@@ -388,7 +390,13 @@ class DecodeNode(Node):
         for unit, values in zip(units, data, strict=True):
             assert (chunk.component, unit) in self.units, "written after free"
             self.units[chunk.component, unit] = values
-        self.answer(Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
+        self.answer(Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001, self.trade_slots(effect.key)))
+
+    def trade_slots(self, key: HandoffKey) -> int:
+        """A slot came free: most often it stays the hand-off's, or goes to another one, or a further one is added."""
+        slots = self.world.random.choice((0, 1, 1, 2) if self.slots[key] > 1 else (1, 1, 2))
+        self.slots[key] += slots - 1
+        return slots
 
     def fence(self, key: HandoffKey) -> None:
         for landing in self.landings.pop(key):

@@ -140,6 +140,17 @@ def test_the_happy_path() -> None:
     assert (committed.result.first_token, committed.result.prefill_s, committed.result.cached_tokens) == (42, 0.25, 4)
 
 
+def test_a_slot_that_goes_to_another_hand_off_gives_no_credit_and_further_ones_do() -> None:
+    driver = Driver(credit=2)
+    driver.tell(Accept(key=KEY))
+    driver.tell(FIRST)
+    assert driver.tell(Landed(KEY, 0, 80, 0.0, slots=0)) == [Ack(key=KEY, seq=0, credit=2)]
+    driver = Driver(credit=1)
+    driver.tell(Accept(key=KEY))
+    driver.tell(FIRST)
+    assert driver.tell(Landed(KEY, 0, 80, 0.0, slots=3)) == [Ack(key=KEY, seq=0, credit=4)]
+
+
 def test_everything_may_overtake_the_accept() -> None:
     driver = Driver()
     assert driver.tell(DONE) == []

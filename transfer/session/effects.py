@@ -57,7 +57,7 @@ class PrepareSink:
     (`StagingHandler.register_decode_req`). Nothing has been offered yet. Region bytes will come under tags in
     [tag_base, tag_base + tag_count) and no others.
 
-    Answer: `SinkPrepared` as soon as at least one slot is reserved (so perhaps later: they wait in order of arrival),
+    Answer: `SinkPrepared` as soon as at least one slot is reserved (so perhaps later: they wait in turns, by priority),
     or `SinkNotPrepared` when it cannot be done at all."""
 
     key: HandoffKey
@@ -65,12 +65,13 @@ class PrepareSink:
     spans: tuple[Span, ...]  # the destination of each whole segment
     tag_base: int
     tag_count: int
+    priority: int = 0  # smaller is sooner: of this hand-off's regions, and of its turn for slots
 
 
 @dataclass(frozen=True, slots=True)
 class LandRegion:
     """Receive (or pull) the bytes of `chunk` under `tag`, compare size and digest, scatter them into the registered
-    pages. At most `credit` of these are open per key at any time, each needs one of the reserved slots.
+    pages. Never more of these are open per key than slots are promised: `credit` at first, then what `Landed` adds.
 
     Answer: `Landed`, `RegionDamaged` or `SinkLaneFailed`."""
 
@@ -122,12 +123,14 @@ class SinkNotPrepared:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Region `seq` is verified and in the pages; its slot is free again."""
+    """Region `seq` is verified and in the pages. `slots`: how many regions more may come than were promised so far. One,
+    as its slot is free again; none, when the slot goes to a hand-off that waits; several, when there is room."""
 
     key: HandoffKey
     seq: int
     nbytes: int
     scatter_s: float
+    slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class SendRegion:
     seq: int
     tag: int
     span: Span
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

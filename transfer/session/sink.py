@@ -6,7 +6,7 @@ engine. Never: touches memory, reads a clock, sends anything (effects are return
 Invariants:
 - S1  The engine hears exactly one of SinkCommitted and SinkFailed; after it no LandRegion of the key is open.
 - S2  Cancel is sent only after SinkFenced: for the source it is the proof that nobody here reads its pages.
-- S3  At most `credit` LandRegion are open at any time, and never two for one region.
+- S3  Never more LandRegion are open than slots are promised, and never two for one region.
 - S4  Every region lies in whole units inside one segment, next to its neighbours: landed ones never overlap.
 - S5  Whatever a peer sends, the machine ends the hand-off at worst; it never raises.
 """
@@ -112,7 +112,7 @@ def open_sink(order: SinkOrder, rules: SessionRules) -> SinkStep:
     assert order.start % rules.page_size == 0, order.start
     held = [(span.component, span.first_unit, span.units) for span in order.spans]
     assert held == [(segment.component, 0, segment.units) for segment in order.segments], "pages of exactly the range"
-    prepare = PrepareSink(order.key, order.peer, order.spans, order.tag_base, order.tag_count)
+    prepare = PrepareSink(order.key, order.peer, order.spans, order.tag_base, order.tag_count, order.priority)
     return Step(Preparing(order), Verdict.MOVE, (prepare,))
 
 

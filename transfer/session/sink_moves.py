@@ -219,6 +219,7 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
         credit=prepared.credit,
         region_units=prepared.region_units,
         tag_base=order.tag_base,
+        priority=order.priority,
     )
 
 

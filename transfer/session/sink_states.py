@@ -74,6 +74,7 @@ class Arrivals:
     regions: Regions = ()
     nbytes: int = 0
     scatter_s: float = 0.0
+    slots: int = 0  # what `Landed` added to the first credit
 
     def get(self, seq: int) -> Region | None:
         return self.regions[seq] if 0 <= seq < len(self.regions) else None
@@ -84,7 +85,12 @@ class Arrivals:
 
     def with_landed(self, event: Landed, chunk: Chunk) -> Arrivals:
         after = self.with_region(event.seq, Arrived(chunk))
-        return replace(after, nbytes=self.nbytes + event.nbytes, scatter_s=self.scatter_s + event.scatter_s)
+        return replace(
+            after,
+            nbytes=self.nbytes + event.nbytes,
+            scatter_s=self.scatter_s + event.scatter_s,
+            slots=self.slots + event.slots,
+        )
 
     @property
     def landed(self) -> int:
@@ -119,6 +125,7 @@ class SinkOrder:
     sampling: SamplingParams
     deadline_s: float
     tag_base: int
+    priority: int = 0
 
     @property
     def total(self) -> int:
@@ -175,8 +182,8 @@ class Receiving:
 
     @property
     def credit(self) -> int:
-        """Regions with a lower seq may be sent: one slot is free again for each that landed."""
-        return self.offer.credit + self.arrivals.landed
+        """Regions with a lower seq may be sent."""
+        return self.offer.credit + self.arrivals.slots
 
     @property
     def nacks(self) -> tuple[Nack, ...]:

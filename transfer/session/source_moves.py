@@ -245,7 +245,7 @@ def _with_region(regions: Regions, seq: int, region: Region) -> Regions:
 
 
 def _send_region(terms: SourceTerms, seq: int, tag: int, span: Span) -> SendRegion:
-    return SendRegion(terms.key, terms.peer, terms.lane, seq, tag, span)
+    return SendRegion(terms.key, terms.peer, terms.lane, seq, tag, span, terms.priority)
 
 
 def to_peer(terms: SourceTerms, body: HandoffBody) -> SendFrame:

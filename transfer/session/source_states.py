@@ -92,6 +92,7 @@ class SourceTerms:
     region_units: tuple[int, ...]  # by segment
     tag_base: int
     deadline_s: float
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
