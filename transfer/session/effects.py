@@ -123,8 +123,8 @@ class SinkNotPrepared:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Region `seq` is verified and in the pages. `slots`: how many regions more may come than were promised so far. One,
-    as its slot is free again; none, when the slot goes to a hand-off that waits; several, when there is room."""
+    """Region `seq` is verified and in the pages. `slots`: how many regions more may come than were promised so far. One:
+    its slot is free again; none: the slot goes to a hand-off that waits; several: there is room."""
 
     key: HandoffKey
     seq: int
