@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 MAX_TOKENS = 1 << 20
 MAX_REGION_UNITS = 1 << 16
+MAX_PARTS = 8
+"""Into so many groups of layers the units of a region may be cut."""
 
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 UnitIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_UNITS)]
@@ -261,6 +263,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     region_units: Annotated[tuple[RegionUnits, ...], Meta(max_length=len(Component))]  # most in a region, by segment
     tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
     priority: Priority = 0  # of its regions among those of others
+    lane_gbps: Annotated[float, Meta(ge=0)] = 0.0  # what the receiver has measured on the lane; 0: nothing yet
 
 
 class Accept(_Message, frozen=True, kw_only=True):
@@ -279,8 +282,9 @@ class Refuse(_Message, frozen=True, kw_only=True):
 
 class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """prefill -> decode: region `seq` holds units [first_unit, first_unit + units) of the hand-off's segment of
-    `component` (transfer/plan.py). Its bytes travel on the data lane under `tag`, or wait in `source_pages` to be
-    pulled (lane "local"). Re-sent until Ack."""
+    `component` (transfer/plan.py), or, with `parts` > 1, one part of their layers: then the segment is sent by layers
+    from unit `tail` to its end. Its bytes travel on the data lane under `tag`, or wait in `source_pages` to be pulled
+    (lane "local"). Re-sent until Ack."""
 
     key: HandoffKey
     seq: Count
@@ -288,6 +292,9 @@ class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):
     component: Component = Component.FULL
     first_unit: Count
     units: RegionUnits
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)] = 0
+    parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    tail: Count = 0
     nbytes: Count
     digest: Count  # of the region's bytes (baton.transfer.digest)
     source_pages: UnitIds = b""

@@ -109,6 +109,7 @@ class OfferReceived:
     sampling: SamplingParams
     deadline_s: float  # on the local clock
     priority: int = 0  # smaller is sooner
+    lane_gbps: float = 0.0  # what the receiver has measured on the lane; 0.0: nothing yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +143,19 @@ class SourceStopping:
 class ShipRegion:
     """Tokens [first_token, first_token + tokens) are computed, and what `component` keeps of them lies in `pages`.
     Ranges follow one another without gap through the segments of the hand-off, in the order of `Component`; every
-    boundary but a segment's last is page-aligned. A state is shipped once: its segment's tokens, and its slot."""
+    boundary but a segment's last is page-aligned. A state is shipped once: its segment's tokens, and its slot.
+
+    What reaches to a segment's end may be shipped by layers: the same tokens `parts` times, with `part` 0, 1, ..., each
+    when layers [0, (part + 1) * layers // parts) of these tokens are computed. From the first part on the pages stay
+    the same until the hand-off has ended."""
 
     key: HandoffKey
     first_token: int
     tokens: int
     pages: I32
     component: Component = Component.FULL
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class DataPlane:
         staged: Sequence[StagedTransport],
         pull: Sequence[PullTransport] = (),
     ) -> None:
-        handler = StagingHandler(unit_rows(memory), RegionDigest(config.digest))
+        handler = StagingHandler(unit_rows(memory), RegionDigest(config.digest), memory.layers)
         for component in memory.layout.components if staged else ():
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
         self._lanes = PeerLanes(config, staged, pull)

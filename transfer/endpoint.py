@@ -27,7 +27,7 @@ from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, Stamp, WorkerId
-from baton.common.kv.layout import KvLayout
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import (
     Accept,
     Ack,
@@ -57,7 +57,7 @@ from baton.transfer.api import (
     SinkFailed,
     SourceCommand,
 )
-from baton.transfer.plan import Segment, Span, segments_of, unit_ids
+from baton.transfer.plan import NO_LAYERS, Segment, Span, segments_of, unit_ids
 from baton.transfer.session import sink, source
 from baton.transfer.session.book import HISTORY_LENGTH, Machine, SessionBook, Transition
 from baton.transfer.session.effects import (
@@ -113,7 +113,7 @@ class SessionInfo:
 
 class Endpoint:
     """Every method takes the time and returns what to do, in order. `lanes` are those this process can send on; a state
-    travels in `state_pieces` units. All peers have the same layout."""
+    travels in `state_pieces` units, a unit of another component has `layers`. All peers have the same layout."""
 
     def __init__(
         self,
@@ -123,6 +123,7 @@ class Endpoint:
         lanes: Iterable[str],
         *,
         state_pieces: int = 1,
+        layers: Mapping[Component, int] = NO_LAYERS,
         max_live_sources: int = MAX_LIVE_SOURCES,
     ) -> None:
         self._stamp = stamp
@@ -135,7 +136,7 @@ class Endpoint:
         self._next_tag = (stamp.epoch % (1 << (63 - TAG_COUNTER_BITS))) << TAG_COUNTER_BITS
         self._counters: Counter[str] = Counter()
         self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
-        self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces)
+        self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces, layers)
         bounds = (self._rules, config.tombstone_ttl_s, config.max_tombstones, self._counters, self._history)
         self.ledger = Ledger()
         self._sinks = SessionBook(SINK, *bounds, self.ledger.on_sink)
@@ -258,7 +259,7 @@ class Endpoint:
 
     def _open_sink(self, command: OpenSink, now: float) -> tuple[sink.SinkOutput, ...]:
         peer = self._members.get(command.peer)
-        segments = segments_of(self._layout, command.start, len(command.tokens), self._rules.state_pieces)
+        segments = self._segments(command.start, len(command.tokens))
         given = {component for component, pages in command.pages.items() if len(pages)}
         assert given == {one.component for one in segments}, f"pages of {given} for {segments}"
         spans = tuple(
@@ -341,6 +342,7 @@ class Endpoint:
             offer.sampling,
             terms.deadline_s,
             priority=offer.priority,
+            lane_gbps=offer.lane_gbps,
         )
         return self._sources.open(offer.key, source.accept_offer(terms, offer.credit, received), now)
 
@@ -348,7 +350,10 @@ class Endpoint:
         """None when that is no range to hand over."""
         if not 0 <= start < total or start % self._layout.page_size:
             return ()
-        return segments_of(self._layout, start, total, self._rules.state_pieces)
+        return self._segments(start, total)
+
+    def _segments(self, start: int, total: int) -> tuple[Segment, ...]:
+        return segments_of(self._layout, start, total, self._rules.state_pieces, self._rules.layers)
 
     def _refusal(self, offer: Offer, segments: Sequence[Segment]) -> Refuse | None:
         reason = ""

@@ -145,7 +145,8 @@ class Incoming:
         self._handler.register_decode_req(effect.key, effect.spans)
         self._sinks[effect.key] = _Sink(effect.peer, chosen.lane)
         region_units = tuple(self._region_units(span.component) for span in effect.spans)
-        self._answer(SinkPrepared(effect.key, chosen.lane, credit, region_units))
+        speed = self._lanes.gbps(effect.peer.worker, chosen.lane)
+        self._answer(SinkPrepared(effect.key, chosen.lane, credit, region_units, speed))
         self._lanes.use(effect.peer, chosen)
         return True
 

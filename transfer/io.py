@@ -84,7 +84,10 @@ class _HandOffs:
         self.receives_from = "prefill" if role == "decode" else ""
         self.data = DataPlane(config.transfer, memory, built.staged, built.pull)
         names = [transport.lane for transport in (*built.staged, *built.pull)]
-        self.endpoint = Endpoint(stamp, config.transfer, memory.layout, names, state_pieces=state_pieces_of(memory))
+        pieces = state_pieces_of(memory)
+        self.endpoint = Endpoint(
+            stamp, config.transfer, memory.layout, names, state_pieces=pieces, layers=memory.layers
+        )
 
 
 class IoThread:

@@ -5,21 +5,24 @@ hand-off has one *segment* per component of the model, in the order of `Componen
 page; of a state, one of the equal pieces into which its slot is cut, so that a state may be larger than a staging slot.
 
 Rules: a region is a run of units of one segment, at most as many as fit a staging slot. Regions follow one another
-without gap through all segments, so that a unit has one number in the whole hand-off. Both sides lay out their memory
-alike (the layout fingerprint is compared at registration): unit i of a source's segment goes to unit i of the sink's,
-and the last page's unused tail travels with it.
+without gap through all segments. The last units of a segment, its *tail*, may travel *by layers*, while the last layers
+are still being computed: part 0 of all of them, then part 1, until the last; part g of G is the layers
+[g * L // G, (g + 1) * L // G) of a unit, which are one stretch of its bytes. Both sides lay out their memory alike (the
+layout fingerprint is compared at registration): unit i of a source's segment goes to unit i of the sink's, and the last
+page's unused end travels with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.messages import pack_tokens
+from baton.common.messages import MAX_PARTS, MAX_REGION_UNITS, pack_tokens
 from baton.common.units import pages_for_tokens, whole_pages
 
 PAGE_ID_BYTES = 4
@@ -27,35 +30,81 @@ STATE_PIECE_BYTES = 16 << 10
 """Most bytes in a piece of a state. Neighbours are copied, digested and pulled in one go: small ones cost little."""
 
 I32 = npt.NDArray[np.int32]
+NO_LAYERS: Mapping[Component, int] = {}
+"""Units that are one stretch, whatever they hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a hand-off moves of one component: what that keeps of tokens [first_token, end_token), in `units` units."""
+    """What a hand-off moves of one component: what that keeps of tokens [first_token, end_token), in `units` units of
+    `layers` equal stretches."""
 
     component: Component
     first_token: int
     end_token: int
     units: int
+    layers: int = 1
+
+    @property
+    def most_parts(self) -> int:
+        return min(self.layers, MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Units [first_unit, first_unit + units) of a segment, and the ids of what holds them (little-endian int32)."""
+    """Units [first_unit, first_unit + units) of a segment, and the ids of what holds them (little-endian int32). All of
+    them, or part `part` of their layers: then the segment travels by layers from unit `tail` on."""
 
     component: Component
     first_unit: int
     pages: bytes
+    part: int = 0
+    parts: int = 1
+    tail: int = 0
 
     @property
     def units(self) -> int:
         return len(self.pages) // PAGE_ID_BYTES
 
 
-def segments_of(layout: KvLayout, start: int, total: int, state_pieces: int = 1) -> tuple[Segment, ...]:
+class Cut(Protocol):
+    """What a `Span` and a `Chunk` say of their place."""
+
+    @property
+    def component(self) -> Component: ...
+    @property
+    def first_unit(self) -> int: ...
+    @property
+    def units(self) -> int: ...
+    @property
+    def part(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def tail(self) -> int: ...
+
+
+class Place(NamedTuple):
+    """Where a region lies in a hand-off. `segment` counts them."""
+
+    segment: int
+    first: int
+    units: int
+    part: int
+    parts: int
+    tail: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.units
+
+
+def segments_of(
+    layout: KvLayout, start: int, total: int, state_pieces: int = 1, layers: Mapping[Component, int] = NO_LAYERS
+) -> tuple[Segment, ...]:
     """All that a worker which has everything of tokens [0, start) needs to go on behind `total` tokens, in the order in
     which it is sent. `start` is page-aligned. Sliding layers send the pages that are still live then, and none when
-    nothing is; a state goes whole: one unit to an engine, `state_pieces` of them on the way."""
+    nothing is; a state goes whole: one unit to an engine, `state_pieces` of them on the way. `layers`: of a unit."""
     assert 0 <= start <= total, (start, total)
     assert start % layout.page_size == 0, f"start {start} is not page-aligned"
     segments = []
@@ -63,7 +112,7 @@ def segments_of(layout: KvLayout, start: int, total: int, state_pieces: int = 1)
         first = max(start, layout.live_from(total)) if component is Component.SWA else start
         units = state_pieces if component is Component.STATE else pages_for_tokens(total - first, layout.page_size)
         if first < total:
-            segments.append(Segment(component, first, total, units))
+            segments.append(Segment(component, first, total, units, layers.get(component, 1)))
     return tuple(segments)
 
 
@@ -86,14 +135,65 @@ def count_units(segments: Sequence[Segment]) -> int:
     return sum(segment.units for segment in segments)
 
 
-def find_segment(segments: Sequence[Segment], component: Component) -> tuple[int, int] | None:
-    """Which of `segments` is `component`'s, and the number of its first unit in the whole hand-off."""
-    first_number = 0
-    for index, segment in enumerate(segments):
-        if segment.component is component:
-            return index, first_number
-        first_number += segment.units
-    return None
+def most_regions(segments: Sequence[Segment]) -> int:
+    return sum(segment.units * segment.most_parts for segment in segments)
+
+
+def find_segment(segments: Sequence[Segment], component: Component) -> int | None:
+    """Which of `segments` is `component`'s."""
+    return next((index for index, segment in enumerate(segments) if segment.component is component), None)
+
+
+def place_of(segments: Sequence[Segment], cut: Cut) -> Place | None:
+    """None: of a component that is no part of the hand-off."""
+    index = find_segment(segments, cut.component)
+    return None if index is None else Place(index, cut.first_unit, cut.units, cut.part, cut.parts, cut.tail)
+
+
+def is_within(segments: Sequence[Segment], place: Place) -> bool:
+    """Whether there is such a place at all."""
+    segment = segments[place.segment]
+    if not (0 <= place.first < place.end <= segment.units and 0 <= place.part < place.parts <= segment.most_parts):
+        return False
+    return 0 <= place.tail <= place.first if place.parts > 1 else place.tail == 0
+
+
+def is_first(place: Place) -> bool:
+    return place.segment == 0 and _begins(place)
+
+
+def is_next(segments: Sequence[Segment], before: Place, place: Place) -> bool:
+    """Whether `place` begins where `before` ends. Both are within. So a chain from a first to a last place has every
+    part of every unit once."""
+    done = before.end == segments[before.segment].units
+    if place.segment != before.segment:
+        return place.segment == before.segment + 1 and done and before.part == before.parts - 1 and _begins(place)
+    if before.parts == 1:
+        return place.first == before.end and (place.parts == 1 or (place.part == 0 and place.tail == before.end))
+    at = (before.part + 1, before.tail) if done else (before.part, before.end)
+    return (place.parts, place.tail) == (before.parts, before.tail) and (place.part, place.first) == at
+
+
+def is_last(segments: Sequence[Segment], place: Place) -> bool:
+    last = len(segments) - 1
+    return place.segment == last and place.end == segments[last].units and place.part == place.parts - 1
+
+
+def _begins(place: Place) -> bool:
+    """It is the first of its segment."""
+    return place.first == place.part == 0
+
+
+def stretch_of(unit_bytes: int, layers: int, part: int, parts: int) -> tuple[int, int]:
+    """Where part `part` of `parts` begins and ends in a unit."""
+    assert unit_bytes % layers == 0, f"{layers} layers in {unit_bytes} bytes"
+    layer_bytes = unit_bytes // layers
+    return part * layers // parts * layer_bytes, (part + 1) * layers // parts * layer_bytes
+
+
+def most_in_region(segment: Segment, whole_units: int, parts: int) -> int:
+    """Units of which `parts`-th parts take no more than `whole_units` whole ones."""
+    return min(whole_units * segment.layers // -(-segment.layers // parts), MAX_REGION_UNITS)
 
 
 def span_of_tokens(segment: Segment, first_token: int, tokens: int, pages: bytes, page_size: int) -> Span:
@@ -117,6 +217,6 @@ def cut_into_regions(span: Span, region_units: int) -> tuple[Span, ...]:
     """`span` as regions of at most `region_units` units, in order, without gap. O(units)."""
     step = region_units * PAGE_ID_BYTES
     return tuple(
-        Span(span.component, span.first_unit + at // PAGE_ID_BYTES, span.pages[at : at + step])
+        replace(span, first_unit=span.first_unit + at // PAGE_ID_BYTES, pages=span.pages[at : at + step])
         for at in range(0, len(span.pages), step)
     )

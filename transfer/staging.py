@@ -25,7 +25,7 @@ from baton.common.kv.layout import Component
 from baton.common.messages import Chunk, unpack_tokens
 from baton.transfer.copying import copy_rows
 from baton.transfer.digest import RegionDigest
-from baton.transfer.plan import Span, pieces_of_state
+from baton.transfer.plan import NO_LAYERS, Cut, Span, pieces_of_state, stretch_of
 from baton.transfer.transports.base import Bytes, Rows, UnitIds
 
 
@@ -133,14 +133,17 @@ Scatter = Scattered | Damaged | NotMine
 
 
 class StagingHandler:
-    """Copies regions between staging memory and the units of each component's pool (`unit_rows`)."""
+    """Copies regions between staging memory and the units of each component's pool (`unit_rows`), each of `layers`."""
 
-    def __init__(self, pools: Mapping[Component, Bytes], digest: RegionDigest) -> None:
+    def __init__(
+        self, pools: Mapping[Component, Bytes], digest: RegionDigest, layers: Mapping[Component, int] = NO_LAYERS
+    ) -> None:
         for pool in pools.values():
             assert pool.ndim == 2
             assert pool.flags.c_contiguous, "one unit is one contiguous block"
         self.pools = dict(pools)
         self._digest = digest
+        self._layers = layers
         self._destinations: dict[HandoffKey, dict[Component, UnitIds]] = {}
         self._landed: dict[HandoffKey, dict[int, Chunk]] = {}
 
@@ -166,7 +169,12 @@ class StagingHandler:
 
     def rows_of(self, span: Span) -> Rows:
         """What travels of the units of `span`."""
-        return Rows(span.component, unpack_tokens(span.pages), 0, self.unit_bytes(span.component))
+        return self._rows(span, unpack_tokens(span.pages))
+
+    def _rows(self, cut: Cut, units: UnitIds) -> Rows:
+        layers = self._layers.get(cut.component, 1)
+        begin, end = stretch_of(self.unit_bytes(cut.component), layers, cut.part, cut.parts)
+        return Rows(cut.component, units, begin, end)
 
     def destination_of(self, key: HandoffKey, chunk: Chunk) -> Rows | NotMine:
         """What of the registered units `chunk` fills, or why it fills nothing."""
@@ -179,9 +187,9 @@ class StagingHandler:
             count = 0 if registered is None else len(registered)
             return NotMine(f"units [{chunk.first_unit}, {end}) of {chunk.component} are outside of {count}")
         before = self._landed[key].get(chunk.seq, chunk)
-        if (before.component, before.first_unit, before.units) != (chunk.component, chunk.first_unit, chunk.units):
+        if _place(before) != _place(chunk):
             return NotMine(f"region {chunk.seq} has landed elsewhere")
-        return Rows(chunk.component, registered[chunk.first_unit : end], 0, self.unit_bytes(chunk.component))
+        return self._rows(chunk, registered[chunk.first_unit : end])
 
     def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
         """Verifies the staged bytes of `chunk` and copies them into its units. The only writer of a peer's bytes."""
@@ -226,6 +234,10 @@ class StagingHandler:
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
         self._landed[key][chunk.seq] = chunk
         return Scattered(chunk.nbytes, time.perf_counter() - started)
+
+
+def _place(cut: Cut) -> tuple[object, ...]:
+    return cut.component, cut.first_unit, cut.units, cut.part, cut.parts
 
 
 def state_pieces_of(memory: KvMemory) -> int:

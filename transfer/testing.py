@@ -89,6 +89,23 @@ class TransportContract:
                 hand_off.close()
             self._check_all_slots_return(sink, source)
 
+    def test_parts_of_pages_arrive_in_their_layers_and_nowhere_else(self) -> None:
+        with closing_both(self.make_pair()) as (sink, source):
+            hand_off = self._hand_off(sink, source, np.random.default_rng(13), 5)
+            hand_off.prepare()
+            for part, done in (
+                (1, slice(1024, 2048)),
+                (2, slice(1024, 4096)),
+                (0, slice(0, 4096)),
+            ):  # of 1, 2, 1 layers
+                hand_off.move(part, slice(0, 5), part=(part, 3))
+                assert pump([sink, source], lambda: part in hand_off.landed()), "not landed in time"  # noqa: B023
+                expected = np.zeros_like(sink.pool)
+                expected[hand_off.sink_pages, done] = source.pool[hand_off.source_pages, done]
+                assert np.array_equal(sink.pool, expected)
+            hand_off.close()
+            self._check_all_slots_return(sink, source)
+
     def test_many_hand_offs_at_once_do_not_mix(self) -> None:
         with closing_both(self.make_pair()) as (sink, source):
             ids = np.random.default_rng(4).permutation(np.arange(1, 64, dtype=np.int32))

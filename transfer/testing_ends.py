@@ -58,19 +58,21 @@ class KvSpec:
 
     layout: KvLayout
     pools: tuple[tuple[int, int], ...]
+    layers: int = 1  # of a page
 
     def build(self, fill: int) -> KvMemory:
         """`fill`: seed of the content of `random_pool`; 0: zeros."""
         buffers = {}
         for component, (num_pages, page_bytes) in zip(self.layout.components, self.pools, strict=True):
-            buffer = NumpyKvBuffer(num_pages, page_bytes, self.layout.page_size, shared=True)
+            layers = 1 if component is Component.STATE else self.layers
+            buffer = NumpyKvBuffer(num_pages, page_bytes, self.layout.page_size, layers=layers, shared=True)
             if fill:
                 buffer.as_bytes()[:] = random_pool(num_pages, page_bytes, fill)
             buffers[component] = buffer
         return KvMemory(self.layout, buffers)
 
 
-FULL_ONLY = KvSpec(KvLayout(4), ((64, 4096),))
+FULL_ONLY = KvSpec(KvLayout(4), ((64, 4096),), layers=4)
 HYBRID = KvSpec(KvLayout(4, window=9, state=True), ((64, 4096), (32, 1536), (8, 40000)))
 """Pages of unlike sizes, and a state larger than a slot of `small_config`."""
 
@@ -245,6 +247,10 @@ def pump(ends: Iterable[End | SourceEnd], done: Callable[[], bool], wait_s: floa
     return True
 
 
+WHOLE = (0, 1)
+"""The part of a unit that is all of it, and of how many."""
+
+
 class HandOff:
     """One made-up hand-off from `source` to `sink`, scattered units on both sides. `more`: (source's, sink's) units of
     components other than FULL."""
@@ -294,8 +300,15 @@ class HandOff:
         """The sink's and the source's events of this hand-off."""
         return [e for e in [*self.sink.events, *self.source.events] if isinstance(e, kind) and e.key == self.key]
 
-    def send(self, seq: int, units: slice, tag: int | None = None, component: Component = Component.FULL) -> None:
-        """Asks the source to send `units` of a segment as region `seq`."""
+    def send(
+        self,
+        seq: int,
+        units: slice,
+        tag: int | None = None,
+        component: Component = Component.FULL,
+        part: tuple[int, int] = WHOLE,
+    ) -> None:
+        """Asks the source to send `units` of a segment, or a part of their layers, as region `seq`."""
         ids = self.units[component][0][units]
         self.source.execute(
             SendRegion(
@@ -304,7 +317,7 @@ class HandOff:
                 lane=self.sink.spec.lane,
                 seq=seq,
                 tag=self.tag_base + seq if tag is None else tag,
-                span=Span(component, units.start or 0, pack_tokens(ids)),
+                span=Span(component, units.start or 0, pack_tokens(ids), *part),
             )
         )
 
@@ -317,7 +330,15 @@ class HandOff:
         assert pump([self.source, self.sink], lambda: bool(found())), f"region {seq} was not gathered in time"
         return found()[-1]
 
-    def chunk(self, seq: int, units: slice, nbytes: int, digest: int, component: Component = Component.FULL) -> Chunk:
+    def chunk(
+        self,
+        seq: int,
+        units: slice,
+        nbytes: int,
+        digest: int,
+        component: Component = Component.FULL,
+        part: tuple[int, int] = WHOLE,
+    ) -> Chunk:
         ids = self.units[component][0][units]
         return Chunk(
             key=self.key,
@@ -326,6 +347,8 @@ class HandOff:
             component=component,
             first_unit=units.start or 0,
             units=len(ids),
+            part=part[0],
+            parts=part[1],
             nbytes=nbytes,
             digest=digest,
             source_pages=pack_tokens(ids) if self.sink.spec.lane == "local" else b"",
@@ -342,11 +365,13 @@ class HandOff:
             )
         )
 
-    def move(self, seq: int, units: slice, component: Component = Component.FULL) -> None:
+    def move(
+        self, seq: int, units: slice, component: Component = Component.FULL, part: tuple[int, int] = WHOLE
+    ) -> None:
         """Sends and lands one region, as an endpoint would."""
-        self.send(seq, units, component=component)
+        self.send(seq, units, component=component, part=part)
         ready = self.ready(seq)
-        self.land(self.chunk(seq, units, ready.nbytes, ready.digest, component))
+        self.land(self.chunk(seq, units, ready.nbytes, ready.digest, component, part))
 
     def landed(self) -> set[int]:
         return {event.seq for event in self.of(Landed)}

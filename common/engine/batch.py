@@ -152,7 +152,8 @@ class StepResult:
 
 class KvBuffer(Protocol):
     """The memory behind the page ids of one pool: `num_pages` pages (page 0, the null page, included) of `page_bytes`
-    bytes each, one contiguous block per page. For recurrent layers a page is one sequence's state.
+    bytes each, one contiguous block per page, which is `layers` equal stretches one after the other. For recurrent
+    layers a page is one sequence's state, in one stretch.
 
     `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
     `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte. `block` is what
@@ -161,6 +162,7 @@ class KvBuffer(Protocol):
 
     num_pages: int
     page_bytes: int
+    layers: int
 
     @property
     def block(self) -> SharedBlock | None: ...
@@ -184,6 +186,10 @@ class KvMemory:
     def full(cls, buffer: KvBuffer, page_size: int) -> KvMemory:
         """Of a model whose layers all attend to everything."""
         return cls(KvLayout(page_size), {Component.FULL: buffer})
+
+    @property
+    def layers(self) -> dict[Component, int]:
+        return {component: buffer.layers for component, buffer in self.buffers.items()}
 
     @property
     def main(self) -> KvBuffer:

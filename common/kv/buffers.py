@@ -9,16 +9,25 @@ from baton.common.shared_memory import SharedBlock
 
 
 class NumpyKvBuffer:
-    """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes. `shared`:
-    other processes may map them, at the price of a descriptor."""
+    """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes: `layers`
+    equal stretches. `shared`: other processes may map them, at the price of a descriptor."""
 
     def __init__(
-        self, num_pages: int, page_bytes: int, page_size: int, kind: str = "numpy", *, shared: bool = False
+        self,
+        num_pages: int,
+        page_bytes: int,
+        page_size: int,
+        kind: str = "numpy",
+        *,
+        layers: int = 1,
+        shared: bool = False,
     ) -> None:
         assert min(num_pages - 1, page_bytes, page_size) > 0, (num_pages, page_bytes, page_size)
+        assert page_bytes % layers == 0, (page_bytes, layers)
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self.page_size = page_size
+        self.layers = layers
         self._kind = kind
         self.block = SharedBlock(num_pages * page_bytes) if shared else None
         memory = np.zeros(num_pages * page_bytes, dtype=np.uint8) if self.block is None else self.block.memory
@@ -29,4 +38,9 @@ class NumpyKvBuffer:
         return self._memory
 
     def fingerprint(self) -> dict[str, str]:
-        return {"kind": self._kind, "page_bytes": str(self.page_bytes), "page_size": str(self.page_size)}
+        return {
+            "kind": self._kind,
+            "page_bytes": str(self.page_bytes),
+            "page_size": str(self.page_size),
+            "layers": str(self.layers),
+        }

@@ -40,6 +40,7 @@ class TorchKvBuffer:
         assert num_pages > 1, "page 0 is the null page: a pool needs at least one more"
         self.num_pages = num_pages
         self.page_size = page_size
+        self.layers = num_layers
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
         self.block = SharedBlock(math.prod(shape) * kind.itemsize)
@@ -70,6 +71,7 @@ class TorchStateBuffer:
         assert num_slots > 1, "slot 0 is the null slot: a pool needs at least one more"
         kind: torch.dtype = getattr(torch, dtype)
         self.num_pages = num_slots
+        self.layers = 1
         self.page_bytes = num_layers * shape.layer_bytes(kind.itemsize)
         self.shape = shape
         self._kind = kind

@@ -24,6 +24,7 @@ from baton.common.messages import Failure, unpack_tokens
 from baton.deploy.sim.network import Network, Receiver
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings
+from baton.transfer.plan import Cut, stretch_of
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -90,6 +91,7 @@ class SimDataPlane:
         self._host = host
         self.pools = unit_rows(kv)
         self._state_pieces = state_pieces_of(kv)
+        self._layers = kv.layers
         self._settings = settings
         self._schedule = schedule
         self._network = network
@@ -202,7 +204,7 @@ class SimDataPlane:
             self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
             return
         self._host.assert_writable(effect.key, component, self._pages(component, units))
-        self.pools[component][units] = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
+        self.stretch(effect.chunk)[units] = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
         self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.001))
 
     def _pulled(self, effect: LandRegion) -> None:
@@ -218,8 +220,8 @@ class SimDataPlane:
         component = effect.chunk.component
         source.assert_readable(effect.key, component, self._pages(component, source_units))
         self._host.assert_writable(effect.key, component, self._pages(component, units))
-        pool = self.pools[component]
-        pool[units] = source.data.pools[component][source_units]
+        pool = self.stretch(effect.chunk)
+        pool[units] = source.data.stretch(effect.chunk)[source_units]
         if self._schedule.rng.random() < self._network.faults.region_damaged:
             pool[units[0], 0] ^= 1
         if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
@@ -243,6 +245,12 @@ class SimDataPlane:
         [span] = [span for span in self._sinks[effect.key].prepare.spans if span.component is chunk.component]
         return unpack_tokens(span.pages)[chunk.first_unit : chunk.first_unit + chunk.units]
 
+    def stretch(self, cut: Cut) -> np.ndarray:
+        """Of every unit, what travels of the units of `cut`."""
+        pool = self.pools[cut.component]
+        begin, end = stretch_of(pool.shape[1], self._layers[cut.component], cut.part, cut.parts)
+        return pool[:, begin:end]
+
     def _pages(self, component: Component, units: np.ndarray) -> np.ndarray:
         """As the cores count them."""
         return units // self._state_pieces if component is Component.STATE else units
@@ -254,7 +262,7 @@ class SimDataPlane:
             return
         component, units = effect.span.component, unpack_tokens(effect.span.pages)
         self._host.assert_readable(effect.key, component, self._pages(component, units))
-        data = self.pools[component][units].tobytes()
+        data = self.stretch(effect.span)[units].tobytes()
         digest = xxhash.xxh3_64_intdigest(data)
         if effect.lane not in PULL_LANES:
             self._send_bytes(effect, data)

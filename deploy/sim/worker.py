@@ -75,7 +75,12 @@ class WorkerProcess(MemberProcess):
             )
         memory = self.runner.memory
         self.endpoint = Endpoint(
-            stamp, settings.transfer, memory.layout, (PULL_LANE, STAGED_LANE), state_pieces=state_pieces_of(memory)
+            stamp,
+            settings.transfer,
+            memory.layout,
+            (PULL_LANE, STAGED_LANE),
+            state_pieces=state_pieces_of(memory),
+            layers=memory.layers,
         )
         super().__init__(world, stamp, role)
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)

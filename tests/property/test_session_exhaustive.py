@@ -1,5 +1,5 @@
 """Every interleaving of one hand-off of three regions: two machines, a network and a data plane that do their worst.
-The regions are of one component, or of three: full attention, a window and a state.
+The regions are of one component, or of three: full attention, a window and a state; or the layers of a page, in parts.
 
 What was sent once may arrive at any time, and any number of times. On top of that come a bounded number of faults per
 run (all copies of a frame lost, damage, abort, deadline, broken lane, silence, death). Each reachable state is checked,
@@ -9,7 +9,8 @@ and from each of them the end must be reachable without a further fault.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from baton.transfer.api import (
     SourceReleased,
     SourceStopping,
 )
-from baton.transfer.plan import Span, segments_of
+from baton.transfer.plan import NO_LAYERS, Span, segments_of
 from baton.transfer.session import sink, source, table
 from baton.transfer.session.effects import (
     PULL_LANES,
@@ -70,6 +71,7 @@ class Case(NamedTuple):
     tokens: bytes
     spans: tuple[Span, ...]
     shipments: tuple[ShipRegion, ...]
+    layers: Mapping[Component, int] = NO_LAYERS
 
     @property
     def order(self) -> sink.SinkOrder:
@@ -79,7 +81,7 @@ class Case(NamedTuple):
             request_id=RequestId("r"),
             tokens=self.tokens,
             start=0,
-            segments=segments_of(self.layout, 0, len(self.tokens) // 4),
+            segments=segments_of(self.layout, 0, len(self.tokens) // 4, layers=self.layers),
             spans=self.spans,
             sample=True,
             sampling=SamplingParams(),
@@ -110,6 +112,17 @@ CASES = {
         tuple(shipment(0, 1, [1], component) for component in Component),
     ),
 }
+CASES["layers"] = Case(
+    KvLayout(RULES.page_size),
+    pack_tokens([1, 2, 3]),  # a page, and half of one that comes in two parts
+    (span(Component.FULL, [1, 2]),),
+    (
+        shipment(0, 2, [1]),
+        replace(shipment(2, 1, [2]), part=0, parts=2),
+        replace(shipment(2, 1, [2]), part=1, parts=2),
+    ),
+    layers={Component.FULL: 2},
+)
 TIME_S = 0.0  # stands still: timers are events that may come at any moment
 
 
@@ -314,7 +327,7 @@ class Explorer:
         # A shipment holds an array, which does not hash: its place stands for it.
         memo_key = (
             world.source,
-            self.ref((event.component, event.first_token) if isinstance(event, ShipRegion) else event),
+            self.ref((event.component, event.first_token, event.part) if isinstance(event, ShipRegion) else event),
         )
         step = self._memo.get(memo_key)
         if step is None:
@@ -413,10 +426,14 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
         ("full", "local", 0, 2),
         ("full", "zmq", 1, 2),
         ("full", "local", 2, 1),
+        ("layers", "zmq", 0, 2),
+        ("layers", "local", 1, 2),
         ("hybrid", "zmq", 0, 3),
         ("hybrid", "local", 1, 1),
         pytest.param("full", "zmq", 2, 1, marks=SLOW),
         pytest.param("full", "local", 2, 2, marks=SLOW),
+        pytest.param("layers", "zmq", 1, 2, marks=SLOW),
+        pytest.param("layers", "local", 2, 1, marks=SLOW),
         pytest.param("hybrid", "local", 2, 1, marks=SLOW),
         pytest.param("hybrid", "zmq", 1, 3, marks=SLOW),
     ],

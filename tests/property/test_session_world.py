@@ -39,7 +39,7 @@ from baton.transfer.api import (
     SourceStopping,
 )
 from baton.transfer.endpoint import Endpoint
-from baton.transfer.plan import Segment, segments_of, unit_ids
+from baton.transfer.plan import Cut, Segment, Span, segments_of, stretch_of, unit_ids
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -81,6 +81,8 @@ class Weather:
     break_lane: float
     crash: float
     false_silence: float
+    layers: int = 1  # of a page
+    parts: int = 1  # in which the end of what is computed first travels
     calm_at_s: float = 6.0
     handoff_ttl_s: float = 4.0
 
@@ -160,8 +162,12 @@ class Node:
             resend_after_s=0.2, handoff_ttl_s=world.weather.handoff_ttl_s, tombstone_ttl_s=5.0, max_tombstones=8
         )
         layout = world.weather.layout
-        self.endpoint = Endpoint(stamp, self.config, layout, ["zmq", "local"], state_pieces=STATE_PIECES)
-        self.units: dict[tuple[Component, int], list[int]] = {}  # -> values: of its tokens, or of a piece of a state
+        self.layers = dict.fromkeys(layout.paged, world.weather.layers)
+        self.endpoint = Endpoint(
+            stamp, self.config, layout, ["zmq", "local"], state_pieces=STATE_PIECES, layers=self.layers
+        )
+        # -> values: of its tokens, layer by layer; or of a piece of a state
+        self.units: dict[tuple[Component, int], list[int]] = {}
         self.next_page = 1
         self.view_due_s = self.command_due_s = 0.0
 
@@ -203,7 +209,7 @@ class Node:
         return self.endpoint.command(command, self.world.now)
 
     def segments(self, start: int, total: int) -> tuple[Segment, ...]:
-        return segments_of(self.world.weather.layout, start, total, STATE_PIECES)
+        return segments_of(self.world.weather.layout, start, total, STATE_PIECES, self.layers)
 
     def take_pages(self, segments: Iterable[Segment]) -> dict[Component, list[int]]:
         taken: dict[Component, list[int]] = {}
@@ -212,7 +218,7 @@ class Node:
             count = 1 if is_state else segment.units
             taken[segment.component] = list(range(self.next_page, self.next_page + count))
             self.next_page += count
-            values = 1 if is_state else self.world.weather.page_size
+            values = 1 if is_state else self.world.weather.page_size * self.world.weather.layers
             for unit in units_of(segment.component, taken[segment.component]):
                 self.units[segment.component, unit] = [GARBAGE] * values
         return taken
@@ -223,8 +229,16 @@ class Node:
             for unit in units_of(component, pages):
                 del self.units[component, unit]
 
-    def read(self, component: Component, units: bytes) -> list[list[int]]:
-        return [list(self.units[component, unit]) for unit in unpack_tokens(units).tolist()]
+    def stretch(self, cut: Cut) -> slice:
+        """What of each of its units `cut` is about."""
+        if cut.component is Component.STATE:
+            return slice(None)
+        weather = self.world.weather
+        return slice(*stretch_of(weather.page_size * weather.layers, weather.layers, cut.part, cut.parts))
+
+    def read(self, cut: Cut, units: bytes) -> list[list[int]]:
+        stretch = self.stretch(cut)
+        return [self.units[cut.component, unit][stretch] for unit in unpack_tokens(units).tolist()]
 
     def expected(self, segment: Segment, tokens: list[int], pages: list[int]) -> dict[tuple[Component, int, int], int]:
         """(component, unit, index in it) -> value, for all that a segment keeps of its tokens."""
@@ -233,10 +247,11 @@ class Node:
             units = units_of(component, pages)
             return {(component, unit, 0): value_of(component, tokens, len(tokens) - 1) + unit % 2 for unit in units}
         return {
-            (component, pages[(token - segment.first_token) // page_size], token % page_size): value_of(
-                component, tokens, token
+            (component, pages[(token - segment.first_token) // page_size], layer * page_size + token % page_size): (
+                value_of(component, tokens, token) + layer
             )
             for token in range(segment.first_token, segment.end_token)
+            for layer in range(self.world.weather.layers)
         }
 
     def engine(self, event: object) -> None:
@@ -367,7 +382,7 @@ class DecodeNode(Node):
             source = self.world.nodes[effect.peer.worker]
             if source.stamp != effect.peer:
                 return  # it died: there is nothing to read, and its death will end this
-            data = source.read(effect.chunk.component, effect.chunk.source_pages)  # KeyError: read after free
+            data = source.read(effect.chunk, effect.chunk.source_pages)  # KeyError: read after free
             self.world.later(0.05, lambda: self.scatter(landing, data, source))
         elif effect.tag in self.bytes_in:
             self.scatter(landing, self.bytes_in.pop(effect.tag), None)
@@ -379,7 +394,7 @@ class DecodeNode(Node):
         if landing.dropped or not self.alive:
             return
         if pulled_from is not None and pulled_from.alive:
-            pulled_from.read(effect.chunk.component, effect.chunk.source_pages)  # still there at the end of the pull
+            pulled_from.read(effect.chunk, effect.chunk.source_pages)  # still there at the end of the pull
         self.landings[effect.key].remove(landing)
         if self.world.chance(self.world.weather.damage) or digest_of(data) != effect.chunk.digest:
             self.answer(RegionDamaged(effect.key, effect.chunk.seq))
@@ -389,7 +404,7 @@ class DecodeNode(Node):
         units = unpack_tokens(span.pages).tolist()[chunk.first_unit : chunk.first_unit + chunk.units]
         for unit, values in zip(units, data, strict=True):
             assert (chunk.component, unit) in self.units, "written after free"
-            self.units[chunk.component, unit] = values
+            self.units[chunk.component, unit][self.stretch(chunk)] = values
         self.answer(Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001, self.trade_slots(effect.key)))
 
     def trade_slots(self, key: HandoffKey) -> int:
@@ -456,24 +471,19 @@ class PrefillNode(Node):
         """One chunk, page-aligned unless it is the last. The first segment is shipped as it is computed, when it has
         pages; the others follow the last chunk."""
         outgoing, page_size = self.outgoing[key], self.world.weather.page_size
-        if outgoing.stopped or not self.alive:
-            return
-        if self.world.chance(self.world.weather.abort):
-            outgoing.stopped = True
-            self.command(AbortSource(key, CANCELLED))
+        if not self.goes_on(outgoing):
             return
         tokens, start = outgoing.event.tokens.tolist(), outgoing.event.start
         first = outgoing.computed
         until = min(len(tokens), first + page_size * self.world.random.randint(1, 3))
         outgoing.computed = until
         leading, *others = segments = self.segments(start, len(tokens))
+        if until == len(tokens) and leading.component is not Component.STATE and self.world.weather.parts > 1:
+            self.compute_part(key, max(first, leading.first_token), 0)
+            return
         for segment in segments:
             if segment.component is not Component.STATE or until == len(tokens):
-                computed = replace(segment, end_token=until)
-                for (component, unit, at), value in self.expected(
-                    computed, tokens, outgoing.pages[segment.component]
-                ).items():
-                    self.units[component, unit][at] = value
+                self.keep(outgoing, replace(segment, end_token=until), slice(None))
         ships = []
         if leading.component is Component.STATE:
             others = segments
@@ -485,6 +495,40 @@ class PrefillNode(Node):
         else:
             self.command(*ships)
             self.world.later(0.1, lambda: self.compute(key))
+
+    def compute_part(self, key: HandoffKey, first: int, part: int) -> None:
+        """The last chunk, some layers at a time."""
+        outgoing, parts = self.outgoing[key], self.world.weather.parts
+        if not self.goes_on(outgoing):
+            return
+        leading, *others = self.segments(outgoing.event.start, len(outgoing.event.tokens))
+        ship = replace(self.ship(outgoing, leading, first, leading.end_token), part=part, parts=parts)
+        layers = self.stretch(Span(leading.component, 0, b"", part, parts))
+        self.keep(outgoing, leading, layers)
+        if part + 1 < parts:
+            self.command(ship)
+            self.world.later(0.05, lambda: self.compute_part(key, first, part + 1))
+            return
+        for segment in others:
+            self.keep(outgoing, segment, slice(None))
+        rest = [self.ship(outgoing, segment, segment.first_token, segment.end_token) for segment in others]
+        self.command(ship, *rest, FinishSource(key, PrefillResult(FIRST_TOKEN, None, 0.1, 0)))
+
+    def goes_on(self, outgoing: Outgoing) -> bool:
+        if outgoing.stopped or not self.alive:
+            return False
+        if self.world.chance(self.world.weather.abort):
+            outgoing.stopped = True
+            self.command(AbortSource(outgoing.event.key, CANCELLED))
+            return False
+        return True
+
+    def keep(self, outgoing: Outgoing, computed: Segment, stretch: slice) -> None:
+        """Writes what is computed of a segment, as far as it lies in this stretch of its units."""
+        tokens, pages = outgoing.event.tokens.tolist(), outgoing.pages[computed.component]
+        for (component, unit, at), value in self.expected(computed, tokens, pages).items():
+            if at in range(*stretch.indices(len(self.units[component, unit]))):
+                self.units[component, unit][at] = value
 
     def ship(self, outgoing: Outgoing, segment: Segment, first: int, until: int) -> ShipRegion:
         pages, page_size = outgoing.pages[segment.component], self.world.weather.page_size
@@ -513,7 +557,7 @@ class PrefillNode(Node):
         if not self.alive or effect not in sends:
             return  # fenced
         sends.remove(effect)
-        data = self.read(effect.span.component, effect.span.pages)  # KeyError: read after free
+        data = self.read(effect.span, effect.span.pages)  # KeyError: read after free
         digest = digest_of(data)
         if effect.lane not in PULL_LANES:
             if self.world.chance(self.world.weather.damage):
@@ -599,6 +643,8 @@ def weathers(*, handoff_ttl_s: float = 4.0, **fixed: float) -> st.SearchStrategy
         lane=st.sampled_from(["zmq", "local"]),
         layout=st.sampled_from([KvLayout(page_size, *kind) for page_size in (1, 4, 16) for kind in KINDS]),
         region_pages=st.integers(1, 3),
+        layers=st.just(3),
+        parts=st.sampled_from([1, 1, 2, 3]),
         slots=st.integers(1, 3),
         handoff_ttl_s=st.just(handoff_ttl_s),
         **{

@@ -437,3 +437,72 @@ def test_a_damaged_piece_comes_again_as_the_same_one() -> None:
     nack = Nack(key=KEY, seq=3, tag=1011)
     assert driver.tell(RegionDamaged(KEY, 3)) == [nack]
     assert driver.tell(chunk(3, 0, 2, tag=1011)) == [FenceSink(KEY)], "the same units of another component"
+
+
+LAYERED = replace(ORDER, segments=segments_of(KvLayout(4), 4, 15, layers={Component.FULL: 4}))
+
+
+def part(seq: int, part: int, first_unit: int, units: int, *, parts: int = 2, tail: int = 1) -> Chunk:
+    return msgspec.structs.replace(chunk(seq, first_unit, units), part=part, parts=parts, tail=tail)
+
+
+PARTS = (chunk(0, 0, 1), part(1, 0, 1, 2), part(2, 1, 1, 1), part(3, 1, 2, 1))
+"""Page 0; then the first two layers of pages 1 and 2; then the other two of page 1, and of page 2."""
+
+
+def test_what_comes_by_layers_makes_a_commit_when_all_layers_have_landed() -> None:
+    driver = Driver(LAYERED, credit=5)
+    assert driver.prepare[0].tag_count == 24  # type: ignore[attr-defined]
+    for region in reversed(PARTS):
+        assert driver.tell(region) == [LandRegion(KEY, PEER, "zmq", region.tag, region)]
+    driver.tell(msgspec.structs.replace(DONE, regions=4))
+    for seq in (2, 0, 3):
+        assert isinstance(driver.tell(Landed(KEY, seq, 20, 0.0))[0], Ack)
+    assert driver.tell(Landed(KEY, 1, 20, 0.0))[1] == Commit(key=KEY)
+
+
+@pytest.mark.parametrize(("landed", "until"), [((0,), 8), ((0, 1), 8), ((0, 1, 2), 12), ((0, 2, 3), 8), ((1, 2), 4)])
+def test_a_page_has_landed_when_its_last_layers_have(landed: tuple[int, ...], until: int) -> None:
+    driver = Driver(LAYERED, credit=5)
+    for seq in landed:
+        driver.tell(PARTS[seq])
+        driver.tell(Landed(KEY, seq, 20, 0.0))
+    driver.tell(AbortSink(KEY, FAILURE))
+    failed = driver.tell(SinkFenced(KEY))[1]
+    assert isinstance(failed, SinkFailed)
+    assert failed.landed_until == until
+
+
+@pytest.mark.parametrize(
+    ("before", "wrong", "reason"),
+    [
+        ((), part(0, 1, 0, 2, tail=0), "starts at"),  # the second part first
+        ((), part(0, 0, 1, 2), "starts at"),
+        (PARTS[:1], part(1, 0, 2, 1), "a gap before"),
+        (PARTS[:1], part(1, 0, 1, 1, tail=0), "a gap before"),  # its part 0 began elsewhere
+        (PARTS[:1], part(1, 1, 1, 2), "a gap before"),
+        (PARTS[:2], part(2, 0, 1, 2), "a gap before"),  # the same part twice
+        (PARTS[:2], part(2, 1, 2, 1), "a gap before"),
+        (PARTS[:2], part(2, 1, 1, 2, parts=3), "a gap before"),  # another cut
+        (PARTS[:2], chunk(2, 1, 2), "a gap before"),
+        ((*PARTS[:2], PARTS[3]), part(2, 1, 1, 2), "a gap behind"),
+        (PARTS[:1], part(1, 0, 1, 2, parts=5), "not asked for"),  # more than there are layers
+        (PARTS[:1], part(1, 2, 1, 2), "not asked for"),
+        (PARTS[:1], part(1, 0, 1, 2, tail=2), "not asked for"),
+        (PARTS[:1], part(1, 0, 1, 2, parts=1), "not asked for"),
+    ],
+)
+def test_parts_in_the_wrong_order_end_it(before: tuple[Chunk, ...], wrong: Chunk, reason: str) -> None:
+    driver = Driver(LAYERED, credit=5)
+    for region in before:
+        driver.tell(region)
+    assert driver.tell(wrong) == [FenceSink(KEY)]
+    assert reason in driver.state.failure.reason  # type: ignore[union-attr]
+
+
+def test_a_part_of_the_layers_lets_more_pages_into_a_region() -> None:
+    driver = Driver(LAYERED, credit=5)
+    whole = part(0, 0, 0, 3, tail=0)  # 3 half pages, where 2 whole ones fit
+    assert driver.tell(whole) == [LandRegion(KEY, PEER, "zmq", 1000, whole)]
+    many = Driver(replace(LAYERED, segments=segments_of(KvLayout(4), 4, 15, layers={Component.FULL: 3})), credit=5)
+    assert many.tell(whole) == [LandRegion(KEY, PEER, "zmq", 1000, whole)]  # of three layers a part may have two

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -76,7 +78,7 @@ class Driver:
     """A source and what it has said so far. [4, 23) is wanted: five pages, the last one not full."""
 
     def __init__(self, lane: str = "zmq", credit: int = 2, layout: KvLayout = FULL) -> None:
-        segments = segments_of(layout, 4, 23, RULES.state_pieces)
+        segments = segments_of(layout, 4, 23, RULES.state_pieces, {Component.FULL: 3})
         terms = SourceTerms(KEY, PEER, lane, 23, segments, True, (2,) * len(segments), 1000, 30.0)
         tokens = np.arange(23, dtype=np.int32)
         received = OfferReceived(KEY, PEER, RequestId("r"), tokens, 4, True, SamplingParams(), 30.0)
@@ -348,3 +350,41 @@ def test_shipping_in_another_way_is_a_bug() -> None:
             driver.tell(FinishSource(KEY, RESULT))
     with pytest.raises(AssertionError, match="no swa was asked for"):
         Driver().tell(ship(16, 7, [5, 6], "swa"))
+
+
+def by_layers(part: int, parts: int = 3) -> ShipRegion:
+    """Of pages 3 and 4."""
+    return replace(ship(16, 7, [14, 15]), part=part, parts=parts)
+
+
+def test_the_last_pages_go_by_layers_part_after_part() -> None:
+    driver = Driver(credit=9)
+    driver.tell(ship(4, 12, [11, 12, 13]))
+    for part in range(3):
+        [send] = driver.tell(by_layers(part))
+        span = Span(Component.FULL, 3, pack_tokens([14, 15]), part, 3, tail=3)
+        assert send == SendRegion(KEY, PEER, "zmq", 2 + part, 1002 + part, span)
+    driver.tell(FinishSource(KEY, RESULT))
+    for seq in range(4):
+        driver.tell(RegionReady(KEY, seq, 1000 + seq, 1, 1))
+    chunk, done = driver.tell(RegionReady(KEY, 4, 1004, 1, 1))
+    assert (chunk.part, chunk.parts, chunk.tail, chunk.units) == (2, 3, 3, 2)  # type: ignore[attr-defined]
+    assert (done.regions, done.total_tokens) == (5, 23)  # type: ignore[attr-defined]
+
+
+def test_shipping_layers_in_another_way_is_a_bug() -> None:
+    first = ship(4, 12, [11, 12, 13])
+    for before, wrong in (
+        ([first], by_layers(1)),
+        ([first, by_layers(0)], by_layers(0)),
+        ([first, by_layers(0)], by_layers(2)),
+        ([first, by_layers(0)], by_layers(1, parts=2)),
+        ([first, by_layers(0)], FinishSource(KEY, RESULT)),
+        ([first], by_layers(0, parts=4)),  # more than there are layers
+        ([], replace(first, part=0, parts=2)),  # not to the end
+    ):
+        driver = Driver(credit=9)
+        for shipment in before:
+            driver.tell(shipment)
+        with pytest.raises(AssertionError):
+            driver.tell(wrong)

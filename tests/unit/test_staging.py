@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from msgspec import structs
 
 from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffId, HandoffKey
@@ -264,3 +265,17 @@ def test_a_state_is_cut_into_pieces_of_the_same_memory() -> None:
     rows[Component.STATE][4:8] = 7
     assert state.as_bytes()[1].all()
     assert not state.as_bytes()[[0, 2, 3]].any()
+
+
+def test_a_part_of_the_layers_lands_in_their_bytes_alone() -> None:
+    pool = np.zeros((16, 64), dtype=np.uint8)
+    subject = StagingHandler({Component.FULL: pool}, RegionDigest("full"), {Component.FULL: 4})
+    subject.register_decode_req(KEY, (span("full", [9, 3, 5]),))
+    data = content(2, 32)
+    second = structs.replace(chunk(1, 1, 2, data), part=1, parts=2)
+    assert isinstance(subject._scatter_region(KEY, second, data), Scattered)
+    assert np.array_equal(pool[[3, 5], 32:].reshape(-1), data)
+    assert not pool[:, :32].any()
+    assert isinstance(subject._scatter_region(KEY, structs.replace(second, part=0), data), NotMine)
+    rows = subject.rows_of(Span(Component.FULL, 0, pack_tokens([3, 5]), part=1, parts=2))
+    assert np.array_equal(subject.gather(rows, np.zeros(100, dtype=np.uint8)), data)

@@ -20,7 +20,7 @@ from baton.common.messages import (
     Offer,
 )
 from baton.transfer.api import PrefillResult, SinkCommitted, SinkFailed
-from baton.transfer.plan import PAGE_ID_BYTES, find_segment
+from baton.transfer.plan import PAGE_ID_BYTES, is_first, is_next, is_within, most_in_region, place_of
 from baton.transfer.session.effects import (
     PULL_LANES,
     CloseSink,
@@ -71,7 +71,7 @@ def take_chunk(state: Receiving, chunk: Chunk, now: float) -> SinkStep:
         case Damaged(first, tag):
             if chunk.tag != tag:
                 return stale(state)  # announced before the Nack
-            if _place(chunk) != _place(first):
+            if place_of(state.order.segments, chunk) != state.order.place_of(first):
                 return drain(state, _broken(state.order, f"region {chunk.seq} is another one the second time"))
         case None:
             wrong = _contradiction(state, chunk)
@@ -90,34 +90,30 @@ def _contradiction(state: Receiving, chunk: Chunk) -> str:
     """Why a newly announced region cannot be part of this hand-off; "" when it can (S3, S4)."""
     order, offer, seq = state.order, state.offer, chunk.seq
     before, behind = state.arrivals.get(seq - 1), state.arrivals.get(seq + 1)
-    found = find_segment(order.segments, chunk.component)
+    place = place_of(order.segments, chunk)
     if seq >= state.credit:
         return f"region {seq} came without credit ({state.credit})"
     if state.done is not None and seq >= state.done.regions:
         return f"region {seq} came after the last one"
     if chunk.tag != order.first_tag(seq):
         return f"region {seq} came under a foreign tag"
-    if found is None:
+    if place is None:
         return f"no {chunk.component} was asked for"
-    segment, most, first = order.segments[found[0]], offer.region_units[found[0]], found[1] + chunk.first_unit
-    if chunk.first_unit + chunk.units > segment.units:
-        end = chunk.first_unit + chunk.units
-        return f"units [{chunk.first_unit}, {end}) of {segment.units} of {chunk.component} were not asked for"
-    if chunk.units > most:
-        return f"region {seq} has {chunk.units} units, over {most}"
-    if seq == 0 and first != 0:
-        return f"region 0 starts at unit {first}"
-    if before is not None and order.first_number(before.chunk) + before.chunk.units != first:
+    segment, whole = order.segments[place.segment], offer.region_units[place.segment]
+    if not is_within(order.segments, place):
+        part = f"part {chunk.part} of {chunk.parts} (from {chunk.tail} on) of units [{place.first}, {place.end})"
+        return f"{part} of {segment.units} of {chunk.component} was not asked for"
+    if chunk.units > most_in_region(segment, whole, chunk.parts):
+        return f"region {seq} has {chunk.units} units, over {most_in_region(segment, whole, chunk.parts)}"
+    if seq == 0 and not is_first(place):
+        return f"region 0 starts at unit {place.first}, part {place.part}"
+    if before is not None and not is_next(order.segments, order.place_of(before.chunk), place):
         return f"a gap before region {seq}"
-    if behind is not None and order.first_number(behind.chunk) != first + chunk.units:
+    if behind is not None and not is_next(order.segments, place, order.place_of(behind.chunk)):
         return f"a gap behind region {seq}"
     if len(chunk.source_pages) != (chunk.units * PAGE_ID_BYTES if offer.lane in PULL_LANES else 0):
         return f"region {seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages"
     return ""
-
-
-def _place(chunk: Chunk) -> tuple[Component, int, int]:
-    return chunk.component, chunk.first_unit, chunk.units
 
 
 def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
@@ -128,7 +124,7 @@ def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
         return drain(state, _broken(order, f"{done.total_tokens} tokens were prefilled, not {order.total}"))
     if (done.first_token >= 0) != order.sample:
         return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
-    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.unit_count:
+    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.most_regions:
         return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
     return _commit_if_complete(replace(state, done=done), now)
 
@@ -220,6 +216,7 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
         region_units=prepared.region_units,
         tag_base=order.tag_base,
         priority=order.priority,
+        lane_gbps=prepared.lane_gbps,
     )
 
 

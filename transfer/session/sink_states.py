@@ -18,7 +18,7 @@ from baton.common.messages import (
     SamplingParams,
 )
 from baton.transfer.api import AbortSink
-from baton.transfer.plan import Segment, Span, count_units, find_segment
+from baton.transfer.plan import Place, Segment, Span, count_units, most_regions, place_of
 from baton.transfer.session.effects import (
     EngineEvent,
     Landed,
@@ -98,12 +98,14 @@ class Arrivals:
 
     @property
     def without_gap(self) -> int:
-        """Units [0, this) of the whole hand-off are in their place (S4: regions are neighbours)."""
+        """Units [0, this) of the whole hand-off are in their place, with all of their layers (S4: regions are
+        neighbours, so the last part of a unit comes behind all others)."""
         units = 0
         for region in self.regions:
             if not isinstance(region, Arrived):
                 break
-            units += region.chunk.units
+            if region.chunk.part == region.chunk.parts - 1:
+                units += region.chunk.units
         return units
 
 
@@ -136,21 +138,25 @@ class SinkOrder:
         return count_units(self.segments)
 
     @property
+    def most_regions(self) -> int:
+        return most_regions(self.segments)
+
+    @property
     def tag_count(self) -> int:
-        """A region has at least one unit, and is sent at most twice."""
-        return 2 * self.unit_count
+        """Every region is sent at most twice."""
+        return 2 * self.most_regions
 
     def first_tag(self, seq: int) -> int:
         return self.tag_base + seq
 
     def second_tag(self, seq: int) -> int:
-        return self.tag_base + self.unit_count + seq
+        return self.tag_base + self.most_regions + seq
 
-    def first_number(self, chunk: Chunk) -> int:
-        """Of a region of one of the segments: the number of its first unit in the whole hand-off."""
-        found = find_segment(self.segments, chunk.component)
-        assert found is not None, chunk
-        return found[1] + chunk.first_unit
+    def place_of(self, chunk: Chunk) -> Place:
+        """Of a region that was taken in: it has one."""
+        place = place_of(self.segments, chunk)
+        assert place is not None, chunk
+        return place
 
 
 @dataclass(frozen=True, slots=True)

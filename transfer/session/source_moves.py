@@ -25,7 +25,19 @@ from baton.transfer.api import (
     ShipRegion,
     SourceStopping,
 )
-from baton.transfer.plan import Span, count_units, cut_into_regions, find_segment, span_of_tokens, unit_ids
+from baton.transfer.plan import (
+    Span,
+    cut_into_regions,
+    find_segment,
+    is_first,
+    is_last,
+    is_next,
+    is_within,
+    most_in_region,
+    place_of,
+    span_of_tokens,
+    unit_ids,
+)
 from baton.transfer.session.effects import (
     PULL_LANES,
     EngineEvent,
@@ -69,19 +81,34 @@ from baton.transfer.session.step import (
 def ship(state: Sending, event: ShipRegion, rules: SessionRules) -> SourceStep:
     terms = state.terms
     assert state.result is None, "shipped after FinishSource"
-    found = find_segment(terms.segments, event.component)
-    assert found is not None, f"no {event.component} was asked for"
-    index, first_number = found
+    index = find_segment(terms.segments, event.component)
+    assert index is not None, f"no {event.component} was asked for"
+    segment = terms.segments[index]
     ids = unit_ids(event.component, event.pages, rules.state_pieces)
-    span = span_of_tokens(terms.segments[index], event.first_token, event.tokens, ids, rules.page_size)
-    shipped = _shipped_units(state)
-    assert first_number + span.first_unit == shipped, f"a gap, or twice: {event} after {shipped} units"
-    cut = cut_into_regions(span, terms.region_units[index])
+    span = span_of_tokens(segment, event.first_token, event.tokens, ids, rules.page_size)
+    if event.parts > 1:
+        assert span.first_unit + span.units == segment.units, f"by layers only to the end: {event} of {segment}"
+        span = replace(span, part=event.part, parts=event.parts, tail=span.first_unit)
+    cut = cut_into_regions(span, most_in_region(segment, terms.region_units[index], span.parts))
+    assert _goes_on(state, cut[0]), f"a gap, or twice: {event} after {state.regions[-1:]}"
     return pump(state, state.regions + tuple(Queued(region) for region in cut))
 
 
-def _shipped_units(state: Sending) -> int:
-    return sum(region.span.units for region in state.regions)
+def _goes_on(state: Sending, span: Span) -> bool:
+    """Whether `span` is what comes behind everything that was shipped."""
+    segments = state.terms.segments
+    place = place_of(segments, span)
+    assert place is not None, span
+    if not state.regions:
+        return is_within(segments, place) and is_first(place)
+    before = place_of(segments, state.regions[-1].span)
+    assert before is not None, state.regions[-1]
+    return is_within(segments, place) and is_next(segments, before, place)
+
+
+def _all_shipped(state: Sending) -> bool:
+    last = place_of(state.terms.segments, state.regions[-1].span) if state.regions else None
+    return last is not None and is_last(state.terms.segments, last)
 
 
 def pump(state: Sending, regions: Regions) -> SourceStep:
@@ -101,7 +128,7 @@ def _with_credit(terms: SourceTerms, regions: Regions, credit: int) -> tuple[Reg
 
 def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules) -> SourceStep:
     assert state.result is None, "FinishSource twice"
-    assert _shipped_units(state) == count_units(state.terms.segments), "finished before everything was shipped"
+    assert _all_shipped(state), "finished before everything was shipped"
     assert (event.result.first_token >= 0) == state.terms.sample, "a first token exactly when one was asked for"
     step = await_ack_if_announced(replace(state, result=event.result), now, rules)
     return Step(step.state, Verdict.MOVE, step.effects)
@@ -139,6 +166,9 @@ def announce(state: SendingT, event: RegionReady, now: float, rules: SessionRule
         component=span.component,
         first_unit=span.first_unit,
         units=span.units,
+        part=span.part,
+        parts=span.parts,
+        tail=span.tail,
         nbytes=event.nbytes,
         digest=event.digest,
         source_pages=span.pages if terms.lane in PULL_LANES else b"",

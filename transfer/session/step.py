@@ -5,12 +5,14 @@ Owns no state. A transition is `(state, event, now, rules) -> Step`; it never wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
 import msgspec
 
+from baton.common.kv.layout import Component
 from baton.common.messages import Failure
 
 StateT = TypeVar("StateT")
@@ -46,6 +48,7 @@ class SessionRules:
     page_size: int
     resend_after_s: float
     state_pieces: int = 1
+    layers: Mapping[Component, int] = field(default_factory=dict)  # of a unit; one where nothing is said
 
 
 def impossible(state: object, event: object) -> ImpossibleTransition:
