@@ -124,7 +124,7 @@ class SinkNotPrepared:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Region `seq` is verified and in the pages. `slots`: how many more regions may come than were promised so far. One:
+    """Region `seq` is verified and in the pages. `slots`: regions that may come beyond those promised so far. One:
     its slot is free again; none: the slot goes to a hand-off that waits; several: there is room."""
 
     key: HandoffKey
