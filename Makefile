@@ -55,8 +55,8 @@ references: $(READY)
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
 bench: bench-transfer bench-engine bench-pd bench-prefix
-bench-transfer: $(READY)
-	$(BIN)/python benchmarks/bench_transfer.py --write docs/benchmarks/transfer.md
+bench-transfer: $(READY) .venv-bench/.ready
+	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
 bench-engine: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
 bench-pd: $(READY)
@@ -64,8 +64,19 @@ bench-pd: $(READY)
 bench-prefix: $(READY)
 	$(BIN)/python benchmarks/bench_prefix.py --write docs/benchmarks/prefix.md
 
+# The peers that bench-transfer measures, in an environment of their own; torch first, as above. Mooncake's engine loads
+# libibverbs: where the system has none, Debian's is unpacked beside it, and else its leg says what it lacks.
+.venv-bench/.ready: benchmarks/peers.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' benchmarks/peers.txt)"
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	@ldconfig -p | grep -q 'libibverbs[.]so' || { mkdir -p .venv-bench/debs && cd .venv-bench/debs \
+		&& apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for deb in *.deb; do dpkg -x $$deb .; done; } \
+		|| echo "no libibverbs1: Mooncake's leg will be left out"
+	@touch $@
+
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,248 @@
+"""Two child processes that make up a leg, and what the benchmark asks of them.
+
+Owns: the processes, their pipes, and their being stopped while it is not their turn (a peer's progress thread may spin
+for ever). Never: a measurement that outlives a command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
+from baton.common.messages import Hello, Member, Membership
+from baton.transfer.mesh import ClusterKeys, Mesh
+from benchmarks.transfer.control import Message
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".venv-bench"
+"""The environment of the peers, made by `make bench-transfer`. Libraries of Debian packages lie in its `debs`."""
+ANSWER_S = 120.0
+
+
+class EndFailed(RuntimeError):
+    """A child process went away or cannot be what it should be; says why."""
+
+
+class Child:
+    """One end. Commands are answered in order."""
+
+    def __init__(self, module: str, spec: Mapping[str, Any], *, peers: bool = False) -> None:
+        ours, theirs = socket.socketpair()
+        libraries = ":".join(map(str, PEERS.glob("debs/**/x86_64-linux-gnu"))) if peers else ""
+        environment = os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | spec.get("environment", {})
+        python = str(PEERS / "bin/python") if peers else sys.executable
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            [python, "-m", f"benchmarks.transfer.{module}", str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+        theirs.close()
+        ours.settimeout(ANSWER_S)
+        self._socket = ours
+        self._lines = ours.makefile("rb", buffering=0)
+        self.name = f"{module} ({spec.get('side', '')})"
+        self.pid = self._process.pid
+        self.send(spec)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Message:
+        try:
+            line = self._lines.readline()
+        except TimeoutError:
+            raise EndFailed(f"{self.name} did not answer in {ANSWER_S:.0f} s") from None
+        if not line:
+            raise EndFailed(f"{self.name} ended: {self._last_words()}")
+        message: Message = json.loads(line)
+        if "failed" in message:
+            raise EndFailed(message["failed"])
+        return message
+
+    def ask(self, op: str, **arguments: Any) -> Message:
+        self.send({"op": op, **arguments})
+        return self.receive()
+
+    @property
+    def has_spoken(self) -> bool:
+        """An answer is there, or the process is gone: `receive` will not wait."""
+        return bool(select.select([self._socket], [], [], 0.0)[0])
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait_stopped(self) -> None:
+        """Until the kernel has it stopped."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > deadline_s:
+                raise EndFailed(f"{self.name} did not stop")
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.resume()
+            try:
+                self.send({"op": "quit"})
+                self._process.wait(15.0)
+            except (subprocess.TimeoutExpired, BrokenPipeError):
+                self._process.kill()
+                self._process.wait()
+        self._lines.close()
+        self._socket.close()
+        self._errors.close()
+
+    def _last_words(self) -> str:
+        self._process.kill()
+        self._process.wait()
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else f"exit status {self._process.returncode}"
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one turn took."""
+
+    took_s: float
+    cpu_s: float  # of both processes
+
+
+class Pair:
+    """A source and a target. `initiator`: who is told to move; the other one serves."""
+
+    def __init__(self, source: Child, target: Child, initiator: str, *, stop_between_turns: bool) -> None:
+        self.source, self.target = source, target
+        self._active, self._passive = (target, source) if initiator == "target" else (source, target)
+        self._stops = stop_between_turns
+
+    def move(self, pages: int, concurrent: int, first: int) -> Move:
+        self._passive.ask("begin", pages=pages, concurrent=concurrent)
+        moved = self._active.ask("move", pages=pages, concurrent=concurrent, first=first)
+        served = self._passive.ask("end")
+        done_s = served.get("done") or moved["done"]
+        return Move(done_s - moved["started"], moved["cpu_s"] + served["cpu_s"])
+
+    def check(self, pages: int, concurrent: int) -> str:
+        """Moves once into cleared pages. Returns what is wrong, or ""."""
+        self.target.ask("clear")
+        self.move(pages, concurrent, first=0)
+        found = self.target.ask("check", pages=pages, concurrent=concurrent, first=0)
+        wrong, stray = found["wrong"], found["stray"]
+        return f"{wrong} of {pages * concurrent} pages are wrong, {stray} others were written" if wrong or stray else ""
+
+    def begin_turn(self) -> None:
+        for child in (self.source, self.target):
+            if self._stops:
+                child.resume()
+
+    def end_turn(self) -> None:
+        for child in (self.source, self.target):
+            if self._stops:
+                child.stop()
+
+    def close(self) -> None:
+        self.source.close()
+        self.target.close()
+
+
+def join(source: Child, target: Child) -> None:
+    """Each is told how the other can be reached."""
+    hellos = [child.receive()["hello"] for child in (source, target)]
+    source.send({"peer": hellos[1]})
+    target.send({"peer": hellos[0]})
+    for child in (source, target):
+        child.receive()
+
+
+def baton_ends(
+    lane: str,
+    page_bytes: int,
+    pool_bytes: int,
+    *,
+    encrypted: bool = True,
+    environment: Mapping[str, str] | None = None,
+    sources: int = 1,
+    targets: int = 1,
+    dead_after_s: float = 30.0,
+    profile: str = "",
+) -> tuple[list[Child], list[Child]]:
+    """I/O threads in processes of their own, each target a receiver from all sources, members of one cluster."""
+    keys = ClusterKeys.generate() if encrypted else None
+    mesh = Mesh(Stamp(CONTROLLER, 1, Epoch(1)), "127.0.0.1", keys)
+    names = {
+        "source": [f"prefill-{number}" for number in range(sources)],
+        "target": [f"decode-{number}" for number in range(targets)],
+    }
+    other = {"source": "target", "target": "source"}
+    shared = {
+        "lane": lane,
+        "hub": mesh.address,
+        "page_bytes": page_bytes,
+        "pool_bytes": pool_bytes,
+        "dead_after_s": dead_after_s,
+        "environment": dict(environment or {}),
+        "members": sources + targets,
+        "keys": None if keys is None else {name: getattr(keys, name) for name in keys.__slots__},
+    }
+    ends: dict[str, list[Child]] = {
+        side: [
+            Child(
+                "baton_end",
+                shared
+                | {"side": side, "worker": worker, "peers": names[other[side]]}
+                | {"profile": f"{profile}.{side}" if profile else ""},
+            )
+            for worker in names[side]
+        ]
+        for side in ("source", "target")
+    }
+    everybody = ends["source"] + ends["target"]
+    try:
+        _admit(mesh, everybody)
+        for child in everybody:
+            child.receive()
+            child.send({"peer": None})
+        for child in everybody:
+            child.receive()
+    except EndFailed:
+        for child in everybody:
+            child.close()
+        raise
+    finally:
+        mesh.close()
+    return ends["source"], ends["target"]
+
+
+def _admit(mesh: Mesh, children: list[Child]) -> None:
+    """Answers Hello until all have heard of all; they stay members for good then. Raises EndFailed."""
+    members: dict[WorkerId, Member] = {}
+    deadline_s = time.monotonic() + ANSWER_S
+    while not all(child.has_spoken for child in children):
+        for frame in mesh.poll(0.05):
+            if isinstance(frame.body, Hello):
+                members[frame.src.worker] = frame.body.member
+        for worker, member in members.items():
+            mesh.connect(worker, member.address)
+            mesh.send(worker, Epoch(0), Membership(version=len(members), members=tuple(members.values())))
+        if time.monotonic() > deadline_s:
+            raise EndFailed(f"{len(members)} of {len(children)} ends said Hello")
