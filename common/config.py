@@ -92,6 +92,7 @@ class KvConfig:
 class PrefillConfig:
     chunk_tokens: int = 512  # most query tokens in one step, over all its rows
     max_queued_requests: int = 256
+    grace_s: float = 5.0  # what was computed for a decode worker that was lost is kept so long for the next; 0: not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +241,8 @@ def validate(config: ClusterConfig) -> None:
         if value is not None and not 0 < value < math.inf:  # neither is a number that is none
             raise ConfigError(name, value, "must be positive and finite")
     for name, count in _natural_settings(config):
-        if count < 0:
-            raise ConfigError(name, count, "cannot be negative")
+        if not 0 <= count < math.inf:
+            raise ConfigError(name, count, "cannot be negative, and is finite")
     if config.gateway.request_timeout_s > MAX_REQUEST_S:
         reason = f"must be at most {MAX_REQUEST_S:g}"
         raise ConfigError("gateway.request_timeout_s", config.gateway.request_timeout_s, reason)
@@ -309,8 +310,9 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
     ]
 
 
-def _natural_settings(config: ClusterConfig) -> list[tuple[str, int]]:
+def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:
     return [
+        ("prefill_worker.grace_s", config.prefill_worker.grace_s),
         ("kv.swa_pages", config.kv.swa_pages or 0),
         ("kv.state_slots", config.kv.state_slots or 0),
         ("kv.tiers.host_bytes", config.kv.tiers.host_bytes),

@@ -362,6 +362,7 @@ class DecodeCore:
         request.handoff = self._handoffs.new_id()
         request.attempt = 0
         request.tried.clear()
+        request.tried_again.clear()
         restore = self._restores.begin(request, now)
         if restore is None:
             self._fill(request, now)
@@ -464,9 +465,11 @@ class DecodeCore:
                 raise AssertionError(f"{event} for {request.key} in {request.state}")
 
     def _on_sink_failed(self, event: SinkFailed, now: float) -> None:
-        """What landed is kept where it is of use; the rest comes from somebody who was not tried yet, in the end from
-        here."""
+        """What landed is kept where it is of use; the rest comes by another lane, from somebody who was not tried yet,
+        in the end from here."""
         request, start = self._handoffs.close(event.key)
+        if event.failure.code is ErrorCode.INTERNAL and not event.peer_lost:
+            request.try_again(event.peer)
         if self.pool.lands_in_part:
             self._keep_what_landed(request, event, start)
         else:

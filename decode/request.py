@@ -113,6 +113,7 @@ class DecodeRequest:
     handoff: HandoffId | None = None  # one per stay: from admission until it is over or retracted
     attempt: int = 0  # the next one of this hand-off
     tried: set[Stamp] = field(default_factory=set)  # prefill workers that failed this stay
+    tried_again: set[Stamp] = field(default_factory=set)  # of which the lane had failed, not they
     final: Output | None = None  # the last message, once there is an outcome
     final_expires_s: float = 0.0
     final_over: bool = False  # acknowledged, or nobody is left to do so
@@ -178,6 +179,12 @@ class DecodeRequest:
             self.times.lane = event.lane
         self.times.transfer_bytes += event.nbytes
         self.count_tokens(start, landed_until, "transferred_tokens")
+
+    def try_again(self, worker: WorkerId) -> None:
+        """The lane to it broke. It has what it computed, and there may be another lane: once more, but only once."""
+        again = {peer for peer in self.tried if peer.worker == worker} - self.tried_again
+        self.tried -= again
+        self.tried_again |= again
 
     def recount_cached(self, known: int) -> None:
         """What was counted beyond the first `known` tokens has to be had once more."""

@@ -1,31 +1,27 @@
 """The brain of a prefill worker: computes the KV that decode workers ask for and ships it while computing on.
 
-Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Never: talks to
-a socket, frees a page that a peer may still read, or holds KV for a request that has nowhere to go.
-
-A request's life:
-
-    OfferReceived -> Queued -> Prefilling --ShipRegion*, FinishSource--> HandingOff --SourceReleased--> gone
-                        |           |                                        |
-                        +-----------+-------- give up, or told to ----------+--> Stopping --SourceAborted--> gone
+Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Parts: `request`
+(one offer and its states, with a picture), `grace` (those whose receiver was lost). Never: talks to a socket, frees a
+page that a peer may still read, or holds KV for a request that has nowhere to go beyond `grace_s`.
 
 Invariants:
 F1. All pages of a request are promised before its first chunk is computed: a half-computed prompt never waits for pages
     that another half-computed prompt holds.
-F2. Pages are given back after SourceReleased or SourceAborted and not before, and never while a launched step uses
-    them.
+F2. Pages are given back, or shipped again, after SourceReleased or SourceAborted and not before, and never given back
+    while a launched step uses them.
 F3. What is shipped lies in pages that stay where they are: a chunk is offered to the prefix tree (which may replace
     pages by its own) before it is shipped, and what the tree did not take then only after the last chunk.
 F4. A request is computed in chunks whose boundaries are page-aligned, except the last. Of a model with recurrent layers
     one of them ends where others can go on: at the last whole page before the last token.
 F5. Pages of full attention are shipped while later chunks compute; what sliding and recurrent layers keep is only known
     after the last chunk, and shipped then.
+F6. What is kept without a receiver delays nobody: its pages go to the first offer that lacks some, and a step computes
+    it in what the others leave of its budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
 from baton.common.config import PrefillConfig
@@ -36,11 +32,21 @@ from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.policy import chunk_end
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
-from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.census import Holding
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
-from baton.common.kv.record import ReqKvInfo
-from baton.common.messages import Failure, Load, TokenLogprob
+from baton.common.messages import Failure, Load
+from baton.prefill.grace import KeptRequests, is_receiver_lost, serves
+from baton.prefill.request import (
+    Ended,
+    HandingOff,
+    Kept,
+    Prefilling,
+    Queued,
+    SourceRequest,
+    Stopping,
+    owner_class,
+)
 from baton.transfer.api import (
     AbortSource,
     FinishSource,
@@ -56,62 +62,6 @@ from baton.transfer.plan import segments_of
 PrefillEffect = ShipRegion | FinishSource | AbortSource
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """Owns nothing yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilling:
-    """Owns its pages. Tokens below `shipped` have been handed to the transfer plane (or were not asked for)."""
-
-    shipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandingOff:
-    """All computed and shipped; the receiver has not confirmed yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """Over without success; a reader may be left. Its pages are quarantined."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Nobody reads its pages any more, except perhaps the step that is running: it gives them back."""
-
-
-State = Queued | Prefilling | HandingOff | Stopping | Ended
-
-
-class SourceRequest:
-    """One accepted offer; a `KvHolder`."""
-
-    __slots__ = ("cached_tokens", "kv", "number", "offer", "prefill_s", "state")
-
-    def __init__(self, number: int, offer: OfferReceived) -> None:
-        self.number = number  # this engine's name for it in a batch
-        self.offer = offer
-        self.kv: ReqKvInfo | None = None
-        self.state: State = Queued()
-        self.prefill_s = 0.0
-        self.cached_tokens = 0
-
-    @property
-    def total(self) -> int:
-        return len(self.offer.tokens)
-
-    @property
-    def record(self) -> ReqKvInfo:
-        assert self.kv is not None, f"{self.offer.key} owns no KV"
-        return self.kv
-
-    def __repr__(self) -> str:
-        return f"<SourceRequest {self.offer.key} {self.state} {self.kv!r}>"
-
-
 class PrefillCore:
     """`EngineCore` of a prefill worker."""
 
@@ -121,6 +71,7 @@ class PrefillCore:
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
         self._prefilling: list[SourceRequest] = []  # in order of arrival
+        self._kept = KeptRequests(config.grace_s)
         self._launched: dict[int, tuple[SourceRequest, int]] = {}  # row key -> request, KV length after the step
         self._deadlines: Deadlines[HandoffKey] = Deadlines()
         self._out: list[PrefillEffect] = []
@@ -129,6 +80,7 @@ class PrefillCore:
         self._draining = False
         self._may_fit = False  # something changed since the head of the queue did not fit
         self.stray_messages = 0
+        self.computed_tokens = 0
 
     # ------------------------------------------------------------------------------------------- events
 
@@ -138,12 +90,14 @@ class PrefillCore:
                 self._on_offer(event, now)
             case SourceReleased(key):
                 self._on_released(key)
-            case SourceAborted(key):
-                self._on_aborted(key)
-            case SourceStopping(key):
-                self._stop(self._requests[key])
+            case SourceAborted(key, failure):
+                self._on_aborted(key, failure, now)
+            case SourceStopping(key, failure):
+                self._stop(self._requests[key], failure)
             case Drain():
                 self._draining = True
+                while (kept := self._kept.take_oldest()) is not None:
+                    self._end(kept)
             case MembershipView():
                 pass  # peers that die are the transfer plane's to notice: it ends their hand-offs here
             case FromPeer():
@@ -158,14 +112,25 @@ class PrefillCore:
             request = self._requests[key]
             if not isinstance(request.state, Stopping | Ended):
                 self._give_up(request, ErrorCode.DEADLINE_EXCEEDED, "the request's time is over")
+        for request in self._kept.take_due(now):
+            self._end(request)
         self._admit()
         return self._take_out()
 
     def next_deadline(self) -> float | None:
-        return 0.0 if self._out else self._deadlines.next_s()
+        if self._out:
+            return 0.0
+        due = (self._deadlines.next_s(), self._kept.next_deadline())
+        return min((at_s for at_s in due if at_s is not None), default=None)
 
     def _on_offer(self, offer: OfferReceived, now: float) -> None:
         assert offer.key not in self._requests, f"{offer.key} was offered twice"
+        kept = self._kept.take(offer.request_id)
+        if kept is not None and serves(kept, offer):
+            self._adopt(kept, offer)
+            return
+        if kept is not None:
+            self._end(kept)  # asked for something else: what it has of that is in the prefix tree
         self._numbers += 1
         request = SourceRequest(self._numbers, offer)
         self._requests[offer.key] = request
@@ -187,37 +152,79 @@ class PrefillCore:
         assert isinstance(request.state, HandingOff | Stopping), f"{request!r} was released before it was finished"
         self._forget(request)
 
-    def _on_aborted(self, key: HandoffKey) -> None:
+    def _on_aborted(self, key: HandoffKey, failure: Failure, now: float) -> None:
+        """No reader is left. Where it was the receiver that was lost, another one may come."""
         request = self._requests[key]
-        self._stop(request)
-        self._forget(request)
+        gave_up = request.state.failure if isinstance(request.state, Stopping) else failure
+        lost = is_receiver_lost(failure) and is_receiver_lost(gave_up)
+        self._stop(request, failure)
+        if lost and self._kept.keeps and request.kv is not None and not self._draining:
+            self._keep(request, now)
+        else:
+            self._forget(request)
+
+    # ---------------------------------------------------------------------------- between two receivers
+
+    def _keep(self, request: SourceRequest, now: float) -> None:
+        """Unless the next receiver was faster: then it is served now, or has been already."""
+        del self._requests[request.offer.key]
+        request.state = Kept()
+        same = [one for one in self._requests.values() if one.offer.request_id == request.offer.request_id]
+        begun = next((one for one in same if serves(request, one.offer) and one.is_behind(request)), None)
+        if begun is not None:
+            self._take_off(begun)
+            self._end(begun)
+            self._adopt(request, begun.offer)
+        elif same:
+            self._end(request)
+        elif (before := self._kept.add(request, now)) is not None:
+            self._end(before)
+
+    def _adopt(self, request: SourceRequest, offer: OfferReceived) -> None:
+        """What is computed is shipped at once, what is not as if nothing had happened."""
+        assert isinstance(request.state, Kept), request
+        request.offer = offer
+        request.state = Prefilling(offer.start)
+        self._requests[offer.key] = request
+        self._deadlines.set(offer.key, offer.deadline_s)
+        self._prefilling.append(request)
+        self._ship(request)
 
     # ------------------------------------------------------------------------------------------- endings
 
     def _give_up(self, request: SourceRequest, code: ErrorCode, reason: str) -> None:
-        self._stop(request)
-        self._out.append(AbortSource(request.offer.key, Failure(code=code, reason=reason)))
+        failure = Failure(code=code, reason=reason)
+        self._stop(request, failure)
+        self._out.append(AbortSource(request.offer.key, failure))
 
-    def _stop(self, request: SourceRequest) -> None:
+    def _stop(self, request: SourceRequest, failure: Failure) -> None:
         """Computes nothing more for it. What it owns stays its own."""
+        self._take_off(request)
+        request.state = Stopping(failure)
+        self._deadlines.drop(request.offer.key)
+        self._may_fit = True
+
+    def _take_off(self, request: SourceRequest) -> None:
         match request.state:
             case Queued():
                 if request in self._queue:
                     self._queue.remove(request)
             case Prefilling():
                 self._prefilling.remove(request)
-            case HandingOff() | Stopping() | Ended():
+            case HandingOff() | Stopping():
                 pass
+            case Kept() | Ended():
+                raise AssertionError(f"{request!r} has no hand-off to stop")
             case _:
                 assert_never(request.state)
-        request.state = Stopping()
-        self._deadlines.drop(request.offer.key)
-        self._may_fit = True
 
     def _forget(self, request: SourceRequest) -> None:
         """The transfer plane has let go. What was computed stays cached."""
         del self._requests[request.offer.key]
         self._deadlines.drop(request.offer.key)
+        self._end(request)
+
+    def _end(self, request: SourceRequest) -> None:
         request.state = Ended()
         if request.number not in self._launched:
             self._give_back(request)
@@ -238,6 +245,9 @@ class PrefillCore:
             most = request.total - 1 if offer.sample else request.total
             promised = self.pool.pre_alloc(request, offer.tokens, request.total, most)
             if isinstance(promised, Refused):
+                if (kept := self._kept.take_oldest()) is not None:
+                    self._end(kept)
+                    continue
                 assert promised.reason is not RefusalReason.TOO_LONG, f"{request!r} passed the door"
                 self._may_fit = False
                 return
@@ -252,11 +262,11 @@ class PrefillCore:
         return sum(request.total - request.record.kv_committed_len for request in self._prefilling)
 
     def next_batch(self, now: float) -> Batch | None:
-        """One chunk of each request in order of arrival, within the token budget."""
+        """One chunk of each request in order of arrival, within the token budget; what is kept comes last."""
         assert not self._launched, "one step at a time"
         rows: list[BatchRow] = []
         budget = max(self._config.chunk_tokens, self.pool.page_size)
-        for request in self._prefilling:
+        for request in (*self._prefilling, *(one for one in self._kept if not one.complete)):
             record, total = request.record, request.total
             done = record.kv_committed_len
             end = chunk_end(done, total, budget, self.pool.page_size, self.pool.checkpoint_at(total))
@@ -275,38 +285,44 @@ class PrefillCore:
         self._steps += 1
         computed = [end - request.record.kv_committed_len for request, end in launched.values()]
         step_tokens = sum(computed)
+        self.computed_tokens += step_tokens
         for key, tokens, token, logprob in zip(result.keys, computed, result.tokens, result.logprobs, strict=True):
             request, end = launched[key]
             self.pool.commit_incoming(request.record, end)
             request.prefill_s += result.compute_s * tokens / step_tokens
+            if request.complete:
+                request.first_token, request.logprob = token, logprob
             match request.state:
                 case Prefilling():
                     self.pool.cache_unfinished_req(request, request.offer.tokens)
-                    self._ship(request, token, logprob)
+                    self._ship(request)
+                case Kept():
+                    self.pool.cache_unfinished_req(request, request.offer.tokens)
                 case Stopping():
                     pass
                 case Ended():
                     self._give_back(request)
-                case _:
+                case Queued() | HandingOff():
                     raise AssertionError(f"{request!r} was computed")
+                case _:
+                    assert_never(request.state)
         self._admit()
         return self._take_out()
 
-    def _ship(self, request: SourceRequest, token: int = -1, logprob: TokenLogprob | None = None) -> None:
+    def _ship(self, request: SourceRequest) -> None:
         """Hands over what is computed and was not handed over yet; the rest follows with later chunks."""
         assert isinstance(request.state, Prefilling)
         record, total, key = request.record, request.total, request.offer.key
-        complete = record.kv_committed_len == total
-        shipped, end = request.state.shipped, total if complete else self.pool.settled_until(record)
+        shipped, end = request.state.shipped, total if request.complete else self.pool.settled_until(record)
         if self.pool.layout.full and end > shipped:
             pages = self.pool.pages_to_send(record, Component.FULL, shipped, end)
             self._out.append(ShipRegion(key, shipped, end - shipped, pages))
             request.state = Prefilling(end)
-        if complete:
+        if request.complete:
             self._ship_the_rest(request)
             # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
             found = max(0, request.cached_tokens - request.offer.start)
-            result = PrefillResult(token, logprob, request.prefill_s, found)
+            result = PrefillResult(request.first_token, request.logprob, request.prefill_s, found)
             self._out.append(FinishSource(key, result))
             self._prefilling.remove(request)
             request.state = HandingOff()
@@ -339,22 +355,10 @@ class PrefillCore:
 
     def holdings(self) -> Iterable[Holding]:
         launched = (request for request, _ in self._launched.values() if isinstance(request.state, Ended))
-        for request in [*self._requests.values(), *launched]:
+        for request in [*self._requests.values(), *self._kept, *launched]:
             if request.kv is not None:
-                yield Holding(_owner_class(request.state), str(request.offer.key), request.kv)
+                yield Holding(owner_class(request.state), str(request.offer.key), request.kv)
 
     @property
     def idle(self) -> bool:
-        return not self._requests and not self._launched
-
-
-def _owner_class(state: State) -> OwnerClass:
-    match state:
-        case Queued() | Ended():
-            return OwnerClass.REQUEST
-        case Prefilling() | HandingOff():
-            return OwnerClass.OUTGOING
-        case Stopping():
-            return OwnerClass.QUARANTINED
-        case _:
-            assert_never(state)
+        return not self._requests and not self._kept and not self._launched

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from baton.deploy.sim import scenarios_liveness as liveness
 from baton.deploy.sim import scenarios_memory as memory
+from baton.deploy.sim import scenarios_resume as resume
 from baton.deploy.sim.plan import Scenario
 from baton.deploy.sim.world import Report
 
@@ -32,6 +33,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.retry_same_room,
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
+        resume.sink_crash_mid_prompt,
     )
 }
 

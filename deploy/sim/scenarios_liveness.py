@@ -8,6 +8,7 @@ from functools import partial
 from baton.common.config import PrefillConfig
 from baton.common.engine.fake_runner import StepCost
 from baton.common.ids import HandoffKey, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import (
     Ack,
     Body,
@@ -23,6 +24,7 @@ from baton.common.messages import (
     Output,
     Submit,
 )
+from baton.common.units import pages_for_tokens
 from baton.deploy.sim.clients import CONNECTION_LOST
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, body_of, must, second_of, worker_of
 from baton.deploy.sim.world import Report, World
@@ -99,6 +101,14 @@ def source_crash(seed: int) -> Scenario:
         plan.world.crash(session.peer.worker)
 
     landed: set[tuple[HandoffKey, int]] = set()
+    landed_bytes = 0
+
+    def count(world: World, details: object) -> None:
+        nonlocal landed_bytes
+        event = second_of(details)
+        landed_bytes += event.nbytes if isinstance(event, Landed) else 0
+
+    plan.world.on("landing_ended", count)
 
     def first_two(details: object) -> bool:
         event = second_of(details)
@@ -115,7 +125,17 @@ def source_crash(seed: int) -> Scenario:
             plan.note("part of it had landed")
 
     plan.world.on("engine_event", look)
-    return plan.ready("part of it had landed")
+    scenario = plan.ready("part of it had landed")
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        settings = plan.world.settings
+        page_bytes = plan.world.workers()[0].data.pools[Component.FULL].shape[1]
+        needed = sum(pages_for_tokens(len(one.prompt), settings.page_size) for one in plan.requests)
+        most = needed + len(plan.requests) * settings.transfer.credit_regions  # what overtook a region that never came
+        assert landed_bytes <= most * page_bytes, f"{landed_bytes // page_bytes} pages were sent, where {needed} do"
+
+    return Scenario(plan.world, reached)
 
 
 def sink_crash(seed: int) -> Scenario:

@@ -148,7 +148,9 @@ def random_settings(seed: int) -> WorldSettings:
         partitions=count(3),
         drains=count(2),
         cancels=count(6),
-        prefill_config=PrefillConfig(chunk_tokens=rng.choice((8, 16, 64))),
+        prefill_config=PrefillConfig(
+            chunk_tokens=rng.choice((8, 16, 64)), grace_s=Random(seed ^ 0x6ACE).choice((0.0, 0.5, 5.0))
+        ),
         transfer=TransferConfig(
             credit_regions=rng.choice((1, 2, 4)),
             handoff_ttl_s=rng.choice((2.0, 20.0)),

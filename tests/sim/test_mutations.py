@@ -26,6 +26,8 @@ from baton.deploy.sim.plan import DangerMissed
 from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
+from baton.prefill.grace import KeptRequests
+from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.session.effects import Landed
 from baton.transfer.session.step import PeerDead
@@ -114,8 +116,8 @@ def free_source_on_stopping(patch):
     """Prefill gives its pages back when the attempt is over, though a reader may be left."""
     stop = PrefillCore._stop
 
-    def mutated(self, request):
-        stop(self, request)
+    def mutated(self, request, failure):
+        stop(self, request, failure)
         if request.number not in self._launched:
             self._give_back(request)
 
@@ -239,6 +241,31 @@ def copy_without_a_lease(patch):
         patch.setattr(tree, "pages", seen(tree.pages))
 
 
+def forget_what_was_computed(patch):
+    """When a receiver dies, all that was computed for it is computed again for the next one."""
+    patch.setattr(KeptRequests, "keeps", False)
+
+
+def keep_for_ever(patch):
+    """The grace period does not end."""
+    patch.setattr(KeptRequests, "take_due", lambda self, now: [])
+    patch.setattr(KeptRequests, "next_deadline", lambda self: None)
+
+
+def ship_again_without_proof(patch):
+    """What was computed for a silent receiver is kept, and shipped to the next one, as if it were proven dead."""
+    handle = PrefillCore.handle
+
+    def mutated(self, event, now):
+        if isinstance(event, SourceStopping):
+            event = SourceAborted(event.key, event.failure)
+        if isinstance(event, SourceAborted) and event.key not in self._requests:
+            return []
+        return handle(self, event, now)
+
+    patch.setattr(PrefillCore, "handle", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -253,6 +280,9 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_while_a_tier_writes,
     trust_what_was_asked_for,
     copy_without_a_lease,
+    forget_what_was_computed,
+    keep_for_ever,
+    ship_again_without_proof,
 ]
 
 

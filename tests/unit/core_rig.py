@@ -443,7 +443,8 @@ class Rig:
             handoff.sent.append(region.component)
 
     def assert_clean(self) -> None:
-        """Nothing is held by anybody any more."""
+        """Nothing is held by anybody any more, once it is over what is kept for receivers that may come."""
+        self.run(self.prefill.pass_time(PrefillConfig().grace_s))
         for engine in (self.decode, self.prefill):
             assert engine.core.idle
             assert not list(engine.core.holdings())

@@ -22,7 +22,7 @@ from baton.transfer.api import (
     SourceStopping,
 )
 
-LOST = Failure(code=ErrorCode.INTERNAL, reason="peer lost")
+LOST = Failure(code=ErrorCode.CANCELLED, reason="the client is gone")
 
 
 def key(number: int) -> HandoffKey:
