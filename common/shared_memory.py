@@ -24,7 +24,18 @@ HEADER_BYTES: Final = mmap.PAGESIZE
 """The nonce's page, before the memory itself."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
 Bytes = npt.NDArray[np.uint8]
+
+
+def shared_huge_pages() -> bool:
+    """Whether the system gives shared memory huge pages to those who ask."""
+    try:
+        choice = _HUGE_PAGES.read_text()
+    except OSError:
+        return False
+    return any(f"[{name}]" in choice for name in ("always", "within_size", "advise", "force"))
 
 
 class NotShared(Exception):

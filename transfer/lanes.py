@@ -10,7 +10,6 @@ from baton.common.engine.batch import KvMemory
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
-from baton.common.shared_memory import NotShared
 from baton.transfer.mesh import Mesh
 from baton.transfer.transports.base import PullTransport, StagedTransport
 from baton.transfer.transports.local import LocalTransport
@@ -39,11 +38,7 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     for lane in config.transfer.lanes:
         match lane:
             case "local":
-                try:
-                    pull.append(LocalTransport(memory))
-                except NotShared as error:
-                    missing.append(f"local: {error}")
-                    _log.info("lane_missing", lane="local", reason=str(error))
+                pull.append(LocalTransport(memory))
             case "zmq":
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
             case "ucx":

@@ -37,6 +37,7 @@ from baton.common.kv.tiers.tiers import Tiers, open_tiers
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
 from baton.common.messages import Load
+from baton.common.shared_memory import shared_huge_pages
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread
 from baton.transfer.process import ProcessSpec, pin_process
@@ -103,10 +104,10 @@ class _Loaded:
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
     """The runner of the configured model, over as many pages and slots as are configured, and the null ones."""
-    config = spec.config
+    config, shared = spec.config, shares_pools(spec.role)
     if config.model.model == FAKE_MODEL:
         layout = KvLayout(config.kv.page_size)
-        return fake_runner(_with_null(decided_counts(config.kv, layout)), config.kv.page_size, shared=True)
+        return fake_runner(_with_null(decided_counts(config.kv, layout)), config.kv.page_size, shared=shared)
     from baton.common.engine.torch_runner import TorchRunner  # heavy, and not needed for the fake model
     from baton.common.model.loading import model_info
 
@@ -118,8 +119,15 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         page_size=config.kv.page_size,
         attention=config.model.attention,
         threads=len(spec.cores) or max(1, (os.cpu_count() or 1) // (config.prefill + config.decode)),
+        shared=shared,
         progress=progress,
     )
+
+
+def shares_pools(role: str) -> bool:
+    """Whether other processes of this host may map this worker's pools. What prefill computes, they read; decode reads
+    its own pool all day, and without huge pages in shared memory a step would lose up to a tenth of its speed."""
+    return role == "prefill" or shared_huge_pages()
 
 
 def weights_identity(model: str) -> str:

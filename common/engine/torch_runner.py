@@ -88,6 +88,7 @@ class TorchRunner:
         sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
         threads: int | None = None,
+        shared: bool = False,
         progress: Progress = silent,
     ) -> None:
         """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Prefer
@@ -100,7 +101,8 @@ class TorchRunner:
         self.max_positions = info.max_positions
         self.info = info
         self._groups = info.layer_groups(sliding_groups)
-        self.memory = KvMemory(info.layout(page_size, sliding_groups), self._make_buffers(dtype, num_pages, page_size))
+        buffers = self._make_buffers(dtype, num_pages, page_size, shared)
+        self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
         self.model = model
         _register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
@@ -121,9 +123,11 @@ class TorchRunner:
         sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
         threads: int | None = None,
+        shared: bool = False,
         progress: Progress = silent,
     ) -> TorchRunner:
-        """Loads `spec` (see `model.spec`) and makes it ready to run. Raises ConfigError."""
+        """Loads `spec` (see `model.spec`) and makes it ready to run; `shared`: other processes may map its pools.
+        Raises ConfigError."""
         info = model_info(spec, progress)
         model = load_model(spec, dtype, progress)
         return cls(
@@ -135,10 +139,13 @@ class TorchRunner:
             sliding_groups=sliding_groups,
             attention=attention,
             threads=threads,
+            shared=shared,
             progress=progress,
         )
 
-    def _make_buffers(self, dtype: Dtype, num_pages: NumPages, page_size: int) -> dict[Component, KvBuffer]:
+    def _make_buffers(
+        self, dtype: Dtype, num_pages: NumPages, page_size: int, shared: bool
+    ) -> dict[Component, KvBuffer]:
         info, groups = self.info, self._groups
         components = groups.layout(page_size).components
         if not isinstance(num_pages, Mapping):
@@ -155,7 +162,9 @@ class TorchRunner:
             count, layers = num_pages[component], len(groups.of(component))
             if component is Component.STATE:
                 assert groups.state is not None
-                self._states = TorchStateBuffer(num_slots=count, num_layers=layers, shape=groups.state, dtype=dtype)
+                self._states = TorchStateBuffer(
+                    num_slots=count, num_layers=layers, shape=groups.state, dtype=dtype, shared=shared
+                )
                 buffers[component] = self._states
                 continue
             buffer = TorchKvBuffer(
@@ -165,6 +174,7 @@ class TorchRunner:
                 num_kv_heads=info.num_kv_heads,
                 head_dim=info.head_dim,
                 dtype=dtype,
+                shared=shared,
             )
             self._pools[component] = buffer.pool
             buffers[component] = buffer

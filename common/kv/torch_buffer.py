@@ -4,7 +4,7 @@ K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: 
 block (gather and scatter copy whole pages), and inside a page a head's tokens follow one another (attention streams
 them). States: a slot is one contiguous block too, the states of all recurrent layers of one sequence one after the
 other, each in its own dtype.
-Both live in memory that other processes of this host may map (`SharedBlock`): the `local` lane reads it there.
+Where they are `shared`, other processes of this host may map them: the `local` lane reads them there.
 Never: decides which page belongs to whom.
 """
 
@@ -18,10 +18,19 @@ import numpy.typing as npt
 import torch
 
 from baton.common.kv.state_shape import StateShape
+from baton.common.memory import system_memory
 from baton.common.shared_memory import SharedBlock
 
 LAYOUT = "page-layer-kv-head-token-dim/1"
 STATE_LAYOUT = "slot-layer-conv-recurrent/1"
+
+
+def _zeroed(nbytes: int, shared: bool) -> tuple[torch.Tensor, SharedBlock | None]:
+    """uint8 [nbytes], and the block that it is the memory of, if others may map it."""
+    if not shared:
+        return system_memory(nbytes), None
+    block = SharedBlock(nbytes)
+    return torch.from_numpy(block.memory), block
 
 
 class TorchKvBuffer:
@@ -36,6 +45,7 @@ class TorchKvBuffer:
         num_kv_heads: int,
         head_dim: int,
         dtype: Literal["float32", "bfloat16"],
+        shared: bool = False,
     ) -> None:
         assert num_pages > 1, "page 0 is the null page: a pool needs at least one more"
         self.num_pages = num_pages
@@ -43,8 +53,8 @@ class TorchKvBuffer:
         self.layers = num_layers
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
-        self.block = SharedBlock(math.prod(shape) * kind.itemsize)
-        self.pool = torch.from_numpy(self.block.memory).view(kind).view(shape)
+        memory, self.block = _zeroed(math.prod(shape) * kind.itemsize, shared)
+        self.pool = memory.view(kind).view(shape)
         self.page_bytes = self.pool[0].numel() * self.pool.element_size()
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
@@ -66,7 +76,13 @@ class TorchStateBuffer:
     """`num_slots` counts the null slot 0. Memory is zeroed: a fresh sequence's state is all zeros."""
 
     def __init__(
-        self, *, num_slots: int, num_layers: int, shape: StateShape, dtype: Literal["float32", "bfloat16"]
+        self,
+        *,
+        num_slots: int,
+        num_layers: int,
+        shape: StateShape,
+        dtype: Literal["float32", "bfloat16"],
+        shared: bool = False,
     ) -> None:
         assert num_slots > 1, "slot 0 is the null slot: a pool needs at least one more"
         kind: torch.dtype = getattr(torch, dtype)
@@ -75,8 +91,8 @@ class TorchStateBuffer:
         self.page_bytes = num_layers * shape.layer_bytes(kind.itemsize)
         self.shape = shape
         self._kind = kind
-        self.block = SharedBlock(num_slots * self.page_bytes)
-        self._slots = torch.from_numpy(self.block.memory).view(num_slots, self.page_bytes)
+        memory, self.block = _zeroed(num_slots * self.page_bytes, shared)
+        self._slots = memory.view(num_slots, self.page_bytes)
         conv_bytes, layer_bytes = shape.conv_bytes(kind.itemsize), shape.layer_bytes(kind.itemsize)
         starts = range(0, self.page_bytes, layer_bytes)
         # Per recurrent layer, over all slots: [num_slots, channels, width], and [num_slots, *recurrent] if it has one.

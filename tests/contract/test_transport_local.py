@@ -13,7 +13,6 @@ from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
-from baton.common.shared_memory import NotShared
 from baton.transfer.testing import TransportContract
 from baton.transfer.testing_ends import random_pool
 from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, Rows
@@ -125,6 +124,11 @@ def test_the_address_names_this_process() -> None:
     assert source.address().address["pid"] == os.getpid()
 
 
-def test_a_pool_elsewhere_has_no_such_lane() -> None:
-    with pytest.raises(NotShared, match="full is not in memory"):
-        LocalTransport(KvMemory.full(NumpyKvBuffer(8, 64, 4), 4))
+def test_a_pool_of_its_own_can_receive_and_not_be_read() -> None:
+    (source, pool), mine = transport(fill=1), NumpyKvBuffer(8, 4096, 4)
+    receiver = LocalTransport(KvMemory.full(mine, 4))
+    source.open(PEER, receiver.address())
+    assert source.poll() == [LinkDown(PEER, "its pool of full is in memory of its own")]
+    receiver.open(PEER, source.address())
+    assert pull(receiver, [1, 2], [6, 5]) is None
+    assert np.array_equal(mine.as_bytes()[[6, 5]], pool[[1, 2]])

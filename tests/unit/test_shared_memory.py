@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.common import shared_memory
 from baton.common.shared_memory import NotShared, SharedBlock, SharedView
 
 CHILD = """
@@ -85,6 +87,26 @@ def test_something_that_never_opens_does_not_hold_the_reader_up() -> None:
         SharedView(os.getpid(), reading, b"\0" * 16, 100)
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("choice", "huge"),
+    [
+        ("always within_size advise [never] deny force", False),
+        ("always within_size [advise] never deny force", True),
+        ("[always] within_size advise never deny force", True),
+        ("always within_size advise never [deny] force", False),
+        (None, False),
+    ],
+)
+def test_whether_shared_memory_has_huge_pages_is_the_kernels_word(
+    choice: str | None, huge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "shmem_enabled"
+    if choice is not None:
+        file.write_text(choice)
+    monkeypatch.setattr(shared_memory, "_HUGE_PAGES", file)
+    assert shared_memory.shared_huge_pages() is huge
 
 
 def test_a_block_that_nobody_needs_gives_its_descriptor_back() -> None:

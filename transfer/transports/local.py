@@ -27,9 +27,9 @@ from baton.transfer.transports.base import Bytes, LinkDown, LinkUp, PullFailed, 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """One component's pool of this process."""
+    """One component's pool of this process. No block: others cannot read it."""
 
-    block: SharedBlock
+    block: SharedBlock | None
     rows: Bytes
 
 
@@ -42,17 +42,14 @@ class _PeerPool:
 
 
 class LocalTransport:
-    """See PullTransport. Needs pools in shared memory: raises NotShared when one is elsewhere."""
+    """See PullTransport. Peers can read pools that are in shared memory; for reading theirs, ours may be anywhere."""
 
     lane = "local"
 
     def __init__(self, memory: KvMemory) -> None:
-        self._pools: dict[Component, _Pool] = {}
-        for component, rows in unit_rows(memory).items():
-            block = memory.buffers[component].block
-            if block is None:
-                raise NotShared(f"the pool of {component} is not in memory that processes can share")
-            self._pools[component] = _Pool(block, rows)
+        self._pools = {
+            component: _Pool(memory.buffers[component].block, rows) for component, rows in unit_rows(memory).items()
+        }
         self._peers: dict[Stamp, dict[Component, _PeerPool]] = {}
         self._events: list[TransportEvent] = []
 
@@ -60,6 +57,8 @@ class LocalTransport:
         address: dict[str, str | int] = {"host": _host_id(), "pid": os.getpid()}
         for component, pool in self._pools.items():
             units, unit_bytes = pool.rows.shape
+            if pool.block is None:
+                continue
             address |= {
                 f"{component}_fd": pool.block.fd,
                 f"{component}_nonce": pool.block.nonce.hex(),
@@ -112,7 +111,8 @@ class LocalTransport:
 
     def close(self) -> None:
         for pool in self._pools.values():
-            pool.block.revoke()
+            if pool.block is not None:
+                pool.block.revoke()
         self._peers.clear()
 
     def _map(self, address: dict[str, str | int]) -> dict[Component, _PeerPool]:
@@ -121,6 +121,8 @@ class LocalTransport:
             raise NotShared("another host, pid namespace or user")
         pools = {}
         for component, ours in self._pools.items():
+            if f"{component}_fd" not in address:
+                raise NotShared(f"its pool of {component} is in memory of its own")
             units, unit_bytes = int(address[f"{component}_units"]), int(address[f"{component}_unit_bytes"])
             if unit_bytes != ours.rows.shape[1]:
                 raise NotShared(f"a unit of its {component} has {unit_bytes} bytes, of ours {ours.rows.shape[1]}")
