@@ -23,7 +23,8 @@ from baton.common.kv.prefix.names import WITHOUT_SHARING, PrefixCacheName
 FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-LANES = ("local", "ucx", "zmq")
+LANES = ("local", "ucx", "tcp", "zmq")
+MAX_TCP_STREAMS = 16
 DigestKind = Literal["sampled", "full"]
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
@@ -113,6 +114,7 @@ class TransferConfig:
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
     credit_regions: int = 4  # regions in flight per hand-off
+    tcp_streams: int = 1  # connections of the tcp lane from each receiver to each source
     digest: DigestKind = "sampled"  # what both ends compare of a region: a sample of its bytes, or all (full)
     resend_after_s: float = 0.5
     handoff_ttl_s: float = 300.0  # most time one attempt may take, queueing at prefill included; a dead or hung
@@ -227,6 +229,9 @@ def validate(config: ClusterConfig) -> None:
             "smaller than one hand-off's credit (region_bytes x credit_regions)",
             f"at least {config.transfer.region_bytes * config.transfer.credit_regions}",
         )
+    if not 1 <= config.transfer.tcp_streams <= MAX_TCP_STREAMS:
+        reason = f"must be 1 to {MAX_TCP_STREAMS}"
+        raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
     _validate_tiers(config.kv)
     if config.decode < 1:
         raise ConfigError("decode", config.decode, "at least one decode worker is needed: it answers the requests")

@@ -42,7 +42,7 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.session.ledger import handoff_name
 from baton.transfer.staging import StagingHandler, unit_rows
-from baton.transfer.transports.base import PullTransport, StagedTransport
+from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
 
 TURN_S = 0.004
 """About as long the copies of one `poll` may take; at least one is made."""
@@ -64,8 +64,8 @@ class DataPlaneSnapshot:
 
 
 class DataPlane:
-    """See the module. `staged` and `pull` are the lanes that this process has; `config.lanes` orders them. Raises
-    ConfigError when there are staged lanes and a page is larger than their slots."""
+    """See the module. `staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders
+    them. Raises ConfigError when there are staged lanes and a page is larger than their slots."""
 
     def __init__(
         self,
@@ -73,11 +73,12 @@ class DataPlane:
         memory: KvMemory,
         staged: Sequence[StagedTransport],
         pull: Sequence[PullTransport] = (),
+        direct: Sequence[DirectTransport] = (),
     ) -> None:
         handler = StagingHandler(unit_rows(memory), RegionDigest(config.digest), memory.layers)
         for component in memory.layout.components if staged else ():
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
-        self._lanes = PeerLanes(config, staged, pull)
+        self._lanes = PeerLanes(config, staged, direct, pull)
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)

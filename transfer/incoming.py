@@ -32,7 +32,7 @@ from baton.transfer.session.effects import (
     SinkPrepared,
 )
 from baton.transfer.staging import Damaged, NotMine, Scatter, Scattered, SlotLease, StagingHandler, StagingRing
-from baton.transfer.transports.base import Ended, Received, Sent
+from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
 
 WAITING_RECHECK_S = 0.05
 """How late a hand-off may notice that it has waited long enough for a better lane."""
@@ -51,10 +51,10 @@ class _Sink:
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """A region on its way into a slot."""
+    """A region on its way into a slot, or straight into its pages."""
 
     effect: LandRegion
-    lease: SlotLease
+    lease: SlotLease | None
     started_s: float
 
 
@@ -89,18 +89,10 @@ class Incoming:
     def land(self, effect: LandRegion, now: float) -> None:
         if effect.lane in self._lanes.pull:
             self._to_pull.append(effect)
-            return
-        sink = self._sinks[effect.key]
-        lease = self._ring.lease(effect.key, effect.chunk.seq)
-        assert lease is not None, f"{effect.key}: more regions under way than slots were reserved"
-        if effect.chunk.nbytes > len(lease.view):
-            self._ring.give_back(lease)
-            self._fail(effect, f"region of {effect.chunk.nbytes} bytes is larger than a slot", False, now)
-            return
-        op = self._next_op()
-        sink.ops.add(op)
-        self._ops[op] = _Receive(effect, lease, time.perf_counter())
-        self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
+        elif effect.lane in self._lanes.direct:
+            self._receive_in_place(effect, now)
+        else:
+            self._receive_in_slot(effect, now)
 
     def fence(self, key: HandoffKey, now: float) -> None:
         self._waiting.pop(key, None)
@@ -109,7 +101,7 @@ class Incoming:
             self._to_pull = deque(effect for effect in self._to_pull if effect.key != key)
             self._forget(key)
             for op in sink.ops:
-                self._lanes.staged[sink.lane].cancel(op)
+                self._lanes.cancel(sink.lane, op)
         self._answer(SinkFenced(key))
         self.prepare_waiting(now)
 
@@ -151,7 +143,7 @@ class Incoming:
         return True
 
     def _region_units(self, component: Component) -> int:
-        """Most in a region. One at least: on a pull lane a region of one unit may be larger than a slot."""
+        """Most in a region. One at least: without slots a region of one unit may be larger than a slot."""
         return max(1, min(self._config.region_bytes // self._handler.unit_bytes(component), MAX_REGION_UNITS))
 
     # ----------------------------------------------------------------------------------------- regions
@@ -162,8 +154,32 @@ class Incoming:
             self._pull_region(self._to_pull.popleft(), now)
             yield
 
-    def on_operation(self, event: Received | Sent | Ended, now: float) -> bool:
-        """An operation has ended, so its slot is ours again. Whoever started it may be gone. False: not ours."""
+    def _receive_in_place(self, effect: LandRegion, now: float) -> None:
+        target = self._handler.destination_of(effect.key, effect.chunk)
+        if isinstance(target, Rows):
+            op = self._start_op(effect, None)
+            self._lanes.direct[effect.lane].receive(op, effect.peer, effect.tag, target)
+        else:
+            self._answer_landed(effect, target, now)
+
+    def _receive_in_slot(self, effect: LandRegion, now: float) -> None:
+        lease = self._ring.lease(effect.key, effect.chunk.seq)
+        assert lease is not None, f"{effect.key}: more regions under way than slots were reserved"
+        if effect.chunk.nbytes > len(lease.view):
+            self._ring.give_back(lease)
+            self._fail(effect, f"region of {effect.chunk.nbytes} bytes is larger than a slot", False, now)
+            return
+        op = self._start_op(effect, lease)
+        self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
+
+    def _start_op(self, effect: LandRegion, lease: SlotLease | None) -> int:
+        op = self._next_op()
+        self._sinks[effect.key].ops.add(op)
+        self._ops[op] = _Receive(effect, lease, time.perf_counter())
+        return op
+
+    def on_operation(self, event: OperationEnd, now: float) -> bool:
+        """An operation has ended, so its memory is ours again. Whoever started it may be gone. False: not ours."""
         receive = self._ops.pop(event.op, None)
         if receive is None:
             return False
@@ -173,10 +189,13 @@ class Incoming:
             sink.ops.remove(event.op)
             if isinstance(event, Received):
                 self._answer_landed(effect, self._handler._scatter_region(effect.key, effect.chunk, event.data), now)
+            elif isinstance(event, Placed):
+                self._answer_landed(effect, self._handler.verify_placed(effect.key, effect.chunk), now)
             elif isinstance(event, Ended):
                 self._fail(effect, event.reason, event.peer_lost, now)
-        self._ring.give_back(receive.lease)
-        if isinstance(event, Received):
+        if receive.lease is not None:
+            self._ring.give_back(receive.lease)
+        if not isinstance(event, Ended):
             self._note_moved(effect, receive.started_s)
         return True
 
@@ -184,7 +203,7 @@ class Incoming:
         chunk = effect.chunk
         target = self._handler.destination_of(effect.key, chunk)
         started = time.perf_counter()
-        if isinstance(target, NotMine):
+        if not isinstance(target, Rows):
             self._answer_landed(effect, target, now)
             return
         source = replace(target, units=unpack_tokens(chunk.source_pages))
@@ -192,7 +211,7 @@ class Incoming:
         if failed is not None:
             self._fail(effect, failed.reason, failed.peer_lost, now)
         else:
-            self._answer_landed(effect, self._handler.verify_pulled(effect.key, chunk, target, started), now)
+            self._answer_landed(effect, self._handler.verify_placed(effect.key, chunk, started), now)
             self._note_moved(effect, started)
 
     def _answer_landed(self, effect: LandRegion, outcome: Scatter, now: float) -> None:

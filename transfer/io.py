@@ -82,8 +82,8 @@ class _HandOffs:
     ) -> None:
         built = lanes(stamp, config, mesh, memory)
         self.receives_from = "prefill" if role == "decode" else ""
-        self.data = DataPlane(config.transfer, memory, built.staged, built.pull)
-        names = [transport.lane for transport in (*built.staged, *built.pull)]
+        self.data = DataPlane(config.transfer, memory, built.staged, built.pull, built.direct)
+        names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
         pieces = state_pieces_of(memory)
         self.endpoint = Endpoint(
             stamp, config.transfer, memory.layout, names, state_pieces=pieces, layers=memory.layers

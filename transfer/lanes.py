@@ -11,8 +11,10 @@ from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
 from baton.transfer.mesh import Mesh
-from baton.transfer.transports.base import PullTransport, StagedTransport
+from baton.transfer.staging import unit_rows
+from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
 from baton.transfer.transports.local import LocalTransport
+from baton.transfer.transports.tcp import TcpTransport
 from baton.transfer.transports.ucx import UcxTransport, why_unavailable
 from baton.transfer.transports.zmq import ZmqTransport
 
@@ -25,6 +27,7 @@ class Lanes:
 
     staged: tuple[StagedTransport, ...]
     pull: tuple[PullTransport, ...] = ()
+    direct: tuple[DirectTransport, ...] = ()
 
 
 LaneFactory = Callable[[Stamp, ClusterConfig, Mesh, KvMemory], Lanes]
@@ -34,6 +37,8 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     """Raises ConfigError when none of the configured lanes can work here."""
     staged: list[StagedTransport] = []
     pull: list[PullTransport] = []
+    direct: list[DirectTransport] = []
+    secret = mesh.keys.data_secret if mesh.keys is not None else ""
     missing: list[str] = []
     for lane in config.transfer.lanes:
         match lane:
@@ -41,16 +46,18 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
                 pull.append(LocalTransport(memory))
             case "zmq":
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
+            case "tcp":
+                streams = config.transfer.tcp_streams
+                direct.append(TcpTransport(stamp, mesh, config.bind_host, secret, unit_rows(memory), streams))
             case "ucx":
                 reason = why_unavailable()
                 if reason:
                     missing.append(f"ucx: {reason}")
                     _log.info("lane_missing", lane="ucx", reason=reason)
                 else:
-                    secret = mesh.keys.data_secret if mesh.keys is not None else ""
                     staged.append(UcxTransport(stamp, mesh, config.bind_host, secret))
             case _:
                 raise ConfigError("transfer.lanes", lane, "no such lane")
-    if not staged and not pull:
+    if not staged and not pull and not direct:
         raise ConfigError("transfer.lanes", config.transfer.lanes, "; ".join(missing), 'add "zmq": it always works')
-    return Lanes(tuple(staged), tuple(pull))
+    return Lanes(tuple(staged), tuple(pull), tuple(direct))

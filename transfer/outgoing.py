@@ -1,4 +1,4 @@
-"""The sending half of the data plane: gathers regions and gives them to their lanes.
+"""The sending half of the data plane: gives regions to their lanes, gathered where these want it.
 
 Owns: the ring of send slots, the regions that wait for one, and sends under way. Never: a decision about a hand-off.
 """
@@ -23,15 +23,15 @@ from baton.transfer.session.effects import (
     SourceLaneFailed,
 )
 from baton.transfer.staging import SlotLease, StagingHandler, StagingRing
-from baton.transfer.transports.base import Ended, Received, Sent
+from baton.transfer.transports.base import Ended, OperationEnd
 
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """A region on its way out of a slot."""
+    """A region on its way out of a slot, or straight out of its pages."""
 
     effect: SendRegion
-    lease: SlotLease
+    lease: SlotLease | None
     started_s: float
 
 
@@ -61,7 +61,7 @@ class Outgoing:
         self._to_send = deque(effect for effect in self._to_send if effect.key != key)
         for op, under_way in list(self._ops.items()):
             if under_way.effect.key == key:
-                self._lanes.staged[under_way.effect.lane].cancel(op)
+                self._lanes.cancel(under_way.effect.lane, op)
         self._answer(SourceFenced(key))
 
     def copies(self) -> Iterator[None]:
@@ -77,8 +77,8 @@ class Outgoing:
             self._to_send.popleft()
             yield
 
-    def on_operation(self, event: Received | Sent | Ended) -> None:
-        """An operation has ended, so its slot is ours again. Whoever started it may be gone."""
+    def on_operation(self, event: OperationEnd) -> None:
+        """An operation has ended, so its memory is ours again. Whoever started it may be gone."""
         sent = self._ops.pop(event.op)
         effect = sent.effect
         if isinstance(event, Ended):
@@ -88,7 +88,8 @@ class Outgoing:
             ended_s = time.perf_counter()
             nbytes = self._bytes_of(effect)
             self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, ended_s)
-        self._ring.give_back(sent.lease)
+        if sent.lease is not None:
+            self._ring.give_back(sent.lease)
 
     def _start(self, effect: SendRegion) -> bool:
         """False: no slot is free."""
@@ -97,19 +98,27 @@ class Outgoing:
         counters = self._lanes.count(effect.peer.worker, effect.lane)
         if effect.lane in self._lanes.pull:
             nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
+        elif effect.lane in self._lanes.direct:
+            nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
+            op = self._start_op(effect, None)
+            self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
         else:
             lease = self._ring.lease_free(effect.key, effect.seq)
             if lease is None:
                 return False
             payload = self._handler.gather(source, lease.view)
             nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
-            op = self._next_op()
-            self._ops[op] = _Send(effect, lease, time.perf_counter())
+            op = self._start_op(effect, lease)
             self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, payload)
         counters.regions_out += 1
         counters.bytes_out += nbytes
         self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest, time.perf_counter() - started))
         return True
+
+    def _start_op(self, effect: SendRegion, lease: SlotLease | None) -> int:
+        op = self._next_op()
+        self._ops[op] = _Send(effect, lease, time.perf_counter())
+        return op
 
     def _bytes_of(self, effect: SendRegion) -> int:
         return self._handler.rows_of(effect.span).nbytes

@@ -17,9 +17,12 @@ from baton.transfer.link import Chosen, CloseLink, LaneView, Links, NoLane, Open
 from baton.transfer.session.effects import PULL_LANES
 from baton.transfer.speed import LaneSpeeds
 from baton.transfer.transports.base import (
+    DirectTransport,
     Ended,
     LinkDown,
     LinkUp,
+    OperationEnd,
+    Placed,
     PullTransport,
     Received,
     Sent,
@@ -43,16 +46,21 @@ class LaneCounters:
 
 
 class PeerLanes:
-    """`staged` and `pull` are the lanes that this process has; `config.lanes` orders them."""
+    """`staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders them."""
 
     def __init__(
-        self, config: TransferConfig, staged: Sequence[StagedTransport], pull: Sequence[PullTransport]
+        self,
+        config: TransferConfig,
+        staged: Sequence[StagedTransport],
+        direct: Sequence[DirectTransport],
+        pull: Sequence[PullTransport],
     ) -> None:
         self.staged = {transport.lane: transport for transport in staged}
+        self.direct = {transport.lane: transport for transport in direct}
         self.pull = {transport.lane: transport for transport in pull}
         assert self.pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"
-        assert not self.staged.keys() & PULL_LANES
-        self.transports: dict[str, Transport] = {**self.staged, **self.pull}
+        assert not (self.staged.keys() | self.direct.keys()) & PULL_LANES
+        self.transports: dict[str, Transport] = {**self.staged, **self.direct, **self.pull}
         self._order = tuple(lane for lane in config.lanes if lane in self.transports)
         self._links = Links(self._order)
         self._counters: dict[tuple[WorkerId, str], LaneCounters] = {}
@@ -72,12 +80,17 @@ class PeerLanes:
     def knows(self, peer: Stamp) -> bool:
         return self._links.knows(peer)
 
-    def poll(self, now: float) -> Iterable[Received | Sent | Ended]:
+    def cancel(self, lane: str, op: int) -> None:
+        """On a lane that has operations: all but those that pull."""
+        transport = self.staged.get(lane) or self.direct[lane]
+        transport.cancel(op)
+
+    def poll(self, now: float) -> Iterable[OperationEnd]:
         """The ends of operations. News of links are dealt with here."""
         for lane, transport in self.transports.items():
             for event in transport.poll():
                 match event:
-                    case Received() | Sent() | Ended():
+                    case Received() | Placed() | Sent() | Ended():
                         yield event
                     case LinkUp():
                         self._links.on_up(event.peer, lane, now)

@@ -176,7 +176,7 @@ class StagingHandler:
         begin, end = stretch_of(self.unit_bytes(cut.component), layers, cut.part, cut.parts)
         return Rows(cut.component, units, begin, end)
 
-    def destination_of(self, key: HandoffKey, chunk: Chunk) -> Rows | NotMine:
+    def destination_of(self, key: HandoffKey, chunk: Chunk) -> Rows | Damaged | NotMine:
         """What of the registered units `chunk` fills, or why it fills nothing."""
         destination = self._destinations.get(key)
         if destination is None:
@@ -189,29 +189,33 @@ class StagingHandler:
         before = self._landed[key].get(chunk.seq, chunk)
         if _place(before) != _place(chunk):
             return NotMine(f"region {chunk.seq} has landed elsewhere")
-        return self._rows(chunk, registered[chunk.first_unit : end])
+        target = self._rows(chunk, registered[chunk.first_unit : end])
+        if chunk.nbytes != target.nbytes:
+            return Damaged(f"{chunk.nbytes} bytes announced, {target.nbytes} belong there")
+        return target
 
     def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
         """Verifies the staged bytes of `chunk` and copies them into its units. The only writer of a peer's bytes."""
         target = self.destination_of(key, chunk)
-        if isinstance(target, NotMine):
+        if not isinstance(target, Rows):
             return target
-        if not len(data) == chunk.nbytes == target.nbytes:
-            return Damaged(f"{len(data)} bytes came, {chunk.nbytes} were announced, {target.nbytes} belong there")
+        if len(data) != target.nbytes:
+            return Damaged(f"{len(data)} bytes came, {target.nbytes} belong there")
         if self.digest_staged(target, data, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         started = time.perf_counter()
         copy_rows(self._stretch(target), target.units, data.reshape(len(target.units), -1), None)
         return self._note_landed(key, chunk, started)
 
-    def verify_pulled(self, key: HandoffKey, chunk: Chunk, target: Rows, started: float) -> Scatter:
-        """The same for a lane that has copied into `target` itself: that is the hand-off's and holds nothing yet, so it
-        may hold a damaged region until it is pulled again. `started` is when the copy began."""
-        if chunk.nbytes != target.nbytes:
-            return Damaged(f"{chunk.nbytes} bytes announced for {len(target.units)} units of {target.row_bytes}")
+    def verify_placed(self, key: HandoffKey, chunk: Chunk, started: float | None = None) -> Scatter:
+        """The same for a lane that has put the bytes into the units itself: they are the hand-off's and hold nothing
+        yet, so they may hold a damaged region until it comes again. `started` is when the copy began, if it was one."""
+        target = self.destination_of(key, chunk)
+        if not isinstance(target, Rows):
+            return target
         if self.digest(target, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
-        return self._note_landed(key, chunk, started)
+        return self._note_landed(key, chunk, time.perf_counter() if started is None else started)
 
     def gather(self, source: Rows, out: Bytes) -> Bytes:
         """Copies `source` into the front of `out` and returns that part of it."""

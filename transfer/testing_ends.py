@@ -42,9 +42,10 @@ from baton.transfer.session.effects import (
     SinkPrepared,
 )
 from baton.transfer.staging import unit_rows
-from baton.transfer.transports.base import Bytes, PullTransport, StagedTransport, UnitIds
+from baton.transfer.transports.base import Bytes, DirectTransport, PullTransport, StagedTransport, UnitIds
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.local import LocalTransport
+from baton.transfer.transports.tcp import TcpTransport
 from baton.transfer.transports.ucx import UcxTransport
 from baton.transfer.transports.zmq import ZmqTransport
 
@@ -114,18 +115,22 @@ class End:
         self.pool = self.pools[Component.FULL]
         staged: list[StagedTransport] = []
         pull: list[PullTransport] = []
+        direct: list[DirectTransport] = []
+        secret = spec.keys.data_secret if spec.keys else ""
         match spec.lane:
             case "local":
                 pull = [LocalTransport(memory)]
+            case "tcp":
+                streams = spec.config.tcp_streams
+                direct = [TcpTransport(self.stamp, self.mesh, "127.0.0.1", secret, self.pools, streams)]
             case "zmq":
                 staged = [ZmqTransport(self.stamp, self.mesh, "127.0.0.1", spec.config.region_bytes)]
             case "ucx":
-                secret = spec.keys.data_secret if spec.keys else ""
                 staged = [UcxTransport(self.stamp, self.mesh, "127.0.0.1", secret)]
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
-        self.data = DataPlane(spec.config, memory, staged, pull)
+        self.data = DataPlane(spec.config, memory, staged, pull, direct)
         self.events: list[DataEvent] = []
 
     @property
@@ -147,6 +152,10 @@ class End:
     def slots(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         snapshot = self.data.snapshot(time.monotonic())
         return snapshot.receive_slots, snapshot.send_slots
+
+    def operations(self) -> int:
+        """Regions whose memory a transport may still touch, or has not said that it does not."""
+        return self.data.snapshot(time.monotonic()).open_operations
 
     def close(self) -> None:
         self.data.close()

@@ -37,6 +37,7 @@ def pull(receiver: LocalTransport, theirs: list[int] | np.ndarray, ours: list[in
 
 class TestLocal(TransportContract):
     lane = "local"
+    staged = False
 
 
 @pytest.mark.parametrize(

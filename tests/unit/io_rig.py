@@ -201,10 +201,12 @@ class Worker:
         self.io.post(FinishSource(offer.key, PrefillResult(77, None, 0.5, 0)))
 
 
-def open_sink(sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0, ttl_s: float = WAIT_S) -> OpenSink:
-    """Asks for `tokens` tokens; destination pages descend, so that they differ from the source's: from 100 of full
-    attention, from 50 of a window, and state slot 3."""
-    first = {Component.FULL: 100, Component.SWA: 50, Component.STATE: 3}
+def open_sink(
+    sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0, ttl_s: float = WAIT_S, first_page: int = 100
+) -> OpenSink:
+    """Asks for `tokens` tokens; destination pages descend, so that they differ from the source's: from `first_page`
+    of full attention, from 50 of a window, and state slot 3."""
+    first = {Component.FULL: first_page, Component.SWA: 50, Component.STATE: 3}
     pages = {
         one.component: np.arange(first[one.component], first[one.component] - one.units, -1, dtype=np.int32)
         for one in segments_of(sink.memory.layout, start, tokens)

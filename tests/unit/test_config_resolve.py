@@ -173,9 +173,9 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 
 
 def test_lanes_that_are_not_installed_are_left_out_unless_asked_for() -> None:
-    assert decide(machine=FULL).config.transfer.lanes == ("local", "ucx", "zmq")
+    assert decide(machine=FULL).config.transfer.lanes == ("local", "ucx", "tcp", "zmq")
     resolved = decide(machine=BARE)
-    assert resolved.config.transfer.lanes == ("local", "zmq")
+    assert resolved.config.transfer.lanes == ("local", "tcp", "zmq")
     assert "ucxx is not installed" in decision(resolved, "transfer.lanes").why
     with pytest.raises(ConfigError, match="ucxx is not installed"):
         decide("transfer.lanes=[ucx]", machine=BARE)

@@ -49,7 +49,13 @@ from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.ucx import why_unavailable
 
 KEYS = ClusterKeys.generate()
-LANES = ["inproc", "local", "zmq", pytest.param("ucx", marks=pytest.mark.skipif(bool(why_unavailable()), reason="ucx"))]
+LANES = [
+    "inproc",
+    "local",
+    "tcp",
+    "zmq",
+    pytest.param("ucx", marks=pytest.mark.skipif(bool(why_unavailable()), reason="ucx")),
+]
 PROCESS_LANES = LANES[1:]
 
 
@@ -84,14 +90,18 @@ def test_hand_offs_arrive_whole_and_both_sides_are_told(lane: str, controller: S
     decode, prefill = start_pair(lane, controller)
     try:
         commands = [
-            open_sink(decode, "prefill-0", tokens, handoff, start)
-            for handoff, (tokens, start) in enumerate([(1, 0), (4, 0), (50, 8), (157, 0)], start=1)
+            open_sink(decode, "prefill-0", tokens, handoff, start, first_page=first)
+            for handoff, (tokens, start, first) in enumerate(
+                [(1, 0, 101), (4, 0, 102), (50, 8, 120), (157, 0, 100)], start=1
+            )
         ]
         committed = decode.events.wait(SinkCommitted, 4)
         assert {event.key for event in committed} == {command.key for command in commands}
         assert {event.lane for event in committed} == {lane}
         assert {event.result.first_token for event in committed} == {77}
-        largest = commands[-1]  # the others have written some of the same pages, with the same or older content
+        for command in commands:
+            assert np.array_equal(decode.pool[command.pages[Component.FULL]], expected_pages(command))
+        largest = commands[-1]
         moved = sum(len(command.pages[Component.FULL]) for command in commands)
         assert sum(event.nbytes for event in committed) == moved * PAGE_BYTES
         prefill.events.wait(SourceReleased, 4)

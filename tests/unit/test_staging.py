@@ -26,7 +26,6 @@ from baton.transfer.staging import (
     state_pieces_of,
     unit_rows,
 )
-from baton.transfer.transports.base import Rows
 
 KEY = HandoffKey(HandoffId(1), 1)
 
@@ -236,8 +235,7 @@ def test_wrong_size_and_wrong_digest_are_damage_and_touch_nothing() -> None:
 def test_bytes_of_one_component_are_damage_for_another() -> None:
     subject, data = handler(span("full", [9]), span("swa", [3])), content(1)
     assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, data, component="swa"), data), Damaged)
-    pulled = Rows(Component.SWA, np.array([3], dtype=np.int32), 0, 24)
-    assert isinstance(subject.verify_pulled(KEY, chunk(0, 0, 1, data, component="swa"), pulled, 0.0), Damaged)
+    assert isinstance(subject.verify_placed(KEY, chunk(0, 0, 1, data, component="swa")), Damaged)
 
 
 @pytest.mark.parametrize(

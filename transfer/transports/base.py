@@ -5,8 +5,8 @@ destination memory asks for the bytes, in every lane. An *operation* (`op`, a nu
 twice) is one region on its way. A *tag* names a region on both sides and is never used twice either.
 
 Rules that every transport keeps, and `baton.transfer.testing` checks:
-- Each operation ends exactly once: `Received`, `Sent` or `Ended`. Until then the transport may touch its memory, and
-  afterwards never again. That is what a quarantined staging slot waits for.
+- Each operation ends exactly once: `Received`, `Placed`, `Sent` or `Ended`. Until then the transport may touch its
+  memory, and afterwards never again. That is what a quarantined staging slot waits for.
 - Bytes are only written where a `receive` for their tag is open. Everything else from a peer is counted and dropped.
 - A receive ends by itself when its peer dies. A send ends by then, or when it is cancelled: it reads memory that is
   kept until it ends, so nothing is lost by waiting.
@@ -71,6 +71,13 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """All bytes of the region are in the rows that a direct lane's `receive` was given."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """The payload's memory is the caller's again. Not that anybody received it."""
 
@@ -109,7 +116,8 @@ class PullFailed:
     peer_lost: bool
 
 
-TransportEvent = Received | Sent | Ended | LinkUp | LinkDown
+OperationEnd = Received | Placed | Sent | Ended
+TransportEvent = OperationEnd | LinkUp | LinkDown
 
 
 class Transport(Protocol):
@@ -151,6 +159,23 @@ class StagedTransport(Transport, Protocol):
         ...
 
     def cancel(self, op: int) -> None: ...
+
+
+class DirectTransport(Transport, Protocol):
+    """Bytes travel from the source's rows to the receiver's, without a copy in between."""
+
+    def receive(self, op: int, peer: Stamp, tag: int, rows: Rows) -> None:
+        """Asks `peer` for the region `tag` of exactly `rows.nbytes` bytes. A size that differs ends the operation.
+        Until all of it is there, and after an end without success, these bytes of the rows are anything."""
+        ...
+
+    def send(self, op: int, peer: Stamp, tag: int, rows: Rows) -> None:
+        """Holds `rows` ready under `tag` until `peer` asks for it."""
+        ...
+
+    def cancel(self, op: int) -> None:
+        """Immediate: nothing touches the rows when this returns, though the end is reported by `poll`."""
+        ...
 
 
 class PullTransport(Transport, Protocol):
