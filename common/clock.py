@@ -19,6 +19,13 @@ class MonotonicClock:
         return time.monotonic()
 
 
+def wall_offset_s(clock: Clock) -> float:
+    """Added to a time of `clock` it is one of the wall clock. As good as that one is: processes of one host agree to
+    well under a millisecond, hosts as well as their clocks are kept together."""
+    before_s, wall_s, after_s = clock.now(), time.time(), clock.now()
+    return wall_s - (before_s + after_s) / 2
+
+
 class VirtualClock:
     """A clock that moves only when it is told to; for tests and simulation."""
 

@@ -27,7 +27,7 @@ from baton.transfer.digest import RegionDigest
 from baton.transfer.incoming import Incoming
 from baton.transfer.link import LaneView
 from baton.transfer.outgoing import Outgoing
-from baton.transfer.peer_lanes import LaneCounters, PeerLanes
+from baton.transfer.peer_lanes import PeerLanes
 from baton.transfer.session.effects import (
     CloseSink,
     DataEffect,
@@ -55,7 +55,6 @@ class DataPlaneSnapshot:
     """For `baton status` and metrics. Slots: free, reserved, leased (of which nobody waits for: quarantined)."""
 
     lanes: dict[WorkerId, list[LaneView]]
-    counters: dict[tuple[WorkerId, str], LaneCounters]
     receive_slots: tuple[int, int, int]
     send_slots: tuple[int, int, int]
     waiting_sinks: int
@@ -148,7 +147,6 @@ class DataPlane:
     def snapshot(self, now: float) -> DataPlaneSnapshot:
         return DataPlaneSnapshot(
             lanes=self._lanes.views(now),
-            counters=self._lanes.counters(),
             receive_slots=self._incoming.slots,
             send_slots=self._outgoing.slots,
             waiting_sinks=self._incoming.waiting,

@@ -215,14 +215,10 @@ class Incoming:
             self._note_moved(effect, started)
 
     def _answer_landed(self, effect: LandRegion, outcome: Scatter, now: float) -> None:
-        counters = self._lanes.count(effect.peer.worker, effect.lane)
         match outcome:
             case Scattered(nbytes, scatter_s):
-                counters.regions_in += 1
-                counters.bytes_in += nbytes
                 self._answer(Landed(effect.key, effect.chunk.seq, nbytes, scatter_s))
             case Damaged(reason):
-                counters.damaged += 1
                 _log.warning("region_damaged", peer=effect.peer.worker, lane=effect.lane, reason=reason)
                 self._answer(RegionDamaged(effect.key, effect.chunk.seq))
             case NotMine(reason):

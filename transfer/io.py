@@ -17,8 +17,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from msgspec import structs
+
+from baton.common.asking import ResultT, question
 from baton.common.clock import Clock, MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
@@ -40,12 +44,14 @@ from baton.common.messages import (
     Membership,
     Reject,
 )
+from baton.common.trace import Recorder
 from baton.transfer.api import SinkCommand, SourceCommand
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
+from baton.transfer.reports import Flow, HandoffTimes
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
 from baton.transfer.staging import state_pieces_of
 
@@ -137,6 +143,7 @@ class IoThread:
         self._connected_to = ""
         self._commands: deque[object] = deque()
         self._messages: deque[SendTo] = deque()
+        self._questions: deque[Callable[[], None]] = deque()
         self._dropped: Counter[str] = Counter()
         self._stopping = False
         self._told = threading.Condition()
@@ -185,6 +192,41 @@ class IoThread:
     def snapshot(self) -> IoSnapshot:
         return self._snapshot
 
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Runs `function` on this thread between two turns. What it raises is the asker's."""
+        future, answer = question(function)
+        self._questions.append(answer)
+        self._mesh.wake()
+        return future
+
+    def flows(self) -> Future[tuple[Flow, ...]]:
+        """What has moved, by peer, lane and direction; nothing in a process without KV."""
+
+        def take() -> tuple[Flow, ...]:
+            ours = self._hand_offs
+            if ours is None:
+                return ()
+            flows = ours.endpoint.ledger.flows(self._clock.now())
+            return tuple(
+                structs.replace(flow, recent_gbps=ours.data.lane_gbps(WorkerId(flow.peer), flow.lane)) for flow in flows
+            )
+
+        return self.call(take)
+
+    def handoff_times(self) -> Future[tuple[HandoffTimes, ...]]:
+        """The last hand-offs, and the open ones."""
+        ours = self._hand_offs
+        return self.call(lambda: () if ours is None else tuple(ours.endpoint.ledger.handoffs()))
+
+    def trace(self, recorder: Recorder | None) -> Future[None]:
+        """From the next turn on this thread is recorded, or no more."""
+
+        def switch() -> None:
+            if self._hand_offs is not None:
+                self._hand_offs.data.trace = self._hand_offs.endpoint.ledger.trace = recorder
+
+        return self.call(switch)
+
     @property
     def latest_membership(self) -> Membership | None:
         return self._roster.latest
@@ -221,7 +263,7 @@ class IoThread:
 
     def _wait_s(self, now: float) -> float:
         waits = [self._roster.next_deadline - now]
-        if self._commands or self._messages:
+        if self._commands or self._messages or self._questions:
             return 0.0
         if self._hand_offs is not None:
             due_s, data_wait_s = self._hand_offs.endpoint.next_deadline(), self._hand_offs.data.wait_s(now)
@@ -230,6 +272,8 @@ class IoThread:
         return max(0.0, min(waits))
 
     def _take_posted(self, now: float) -> None:
+        for _ in range(len(self._questions)):
+            self._questions.popleft()()
         for _ in range(min(POSTED_PER_TURN, len(self._commands))):
             command = self._commands.popleft()
             assert self._hand_offs is not None, f"{command} was posted to a process without KV"

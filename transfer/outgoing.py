@@ -82,7 +82,6 @@ class Outgoing:
         sent = self._ops.pop(event.op)
         effect = sent.effect
         if isinstance(event, Ended):
-            self._lanes.count(effect.peer.worker, effect.lane).failures += 1
             self._fail(effect, event.reason)
         else:
             ended_s = time.perf_counter()
@@ -95,7 +94,6 @@ class Outgoing:
         """False: no slot is free."""
         started = time.perf_counter()
         source = self._handler.rows_of(effect.span)
-        counters = self._lanes.count(effect.peer.worker, effect.lane)
         if effect.lane in self._lanes.pull:
             nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
         elif effect.lane in self._lanes.direct:
@@ -110,8 +108,6 @@ class Outgoing:
             nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
             op = self._start_op(effect, lease)
             self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, payload)
-        counters.regions_out += 1
-        counters.bytes_out += nbytes
         self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest, time.perf_counter() - started))
         return True
 

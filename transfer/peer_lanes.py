@@ -1,12 +1,11 @@
 """Everything that is known by (peer, lane): the transports of this process, their links, what they moved and how fast.
 
-Owns: the transports, the states of their links (`link.py`), counters and speeds. Never: a hand-off, or a slot.
+Owns: the transports, the states of their links (`link.py`), and speeds. Never: a hand-off, or a slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
 
 from baton.common.config import TransferConfig
@@ -33,18 +32,6 @@ from baton.transfer.transports.base import (
 _log = EventLog("baton.transfer")
 
 
-@dataclass(slots=True)
-class LaneCounters:
-    """One peer over one lane, since the start."""
-
-    regions_in: int = 0
-    bytes_in: int = 0
-    regions_out: int = 0
-    bytes_out: int = 0
-    damaged: int = 0
-    failures: int = 0
-
-
 class PeerLanes:
     """`staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders them."""
 
@@ -63,7 +50,6 @@ class PeerLanes:
         self.transports: dict[str, Transport] = {**self.staged, **self.direct, **self.pull}
         self._order = tuple(lane for lane in config.lanes if lane in self.transports)
         self._links = Links(self._order)
-        self._counters: dict[tuple[WorkerId, str], LaneCounters] = {}
         self._speeds = LaneSpeeds()
         self._in_use: dict[Stamp, str] = {}
 
@@ -122,25 +108,16 @@ class PeerLanes:
 
     def on_failure(self, peer: Stamp, lane: str, reason: str, now: float) -> None:
         """A hand-off broke on it while receiving."""
-        self.count(peer.worker, lane).failures += 1
         _log.warning("lane_failed", peer=peer.worker, lane=lane, reason=reason)
         self._links.on_failure(peer, lane, now)
 
     # ---------------------------------------------------------------------------------------- measures
-
-    def count(self, peer: WorkerId, lane: str) -> LaneCounters:
-        """To be counted up."""
-        return self._counters.setdefault((peer, lane), LaneCounters())
 
     def note_moved(self, peer: WorkerId, lane: str, nbytes: int, started_s: float, ended_s: float) -> None:
         self._speeds.note(peer, lane, nbytes, started_s, ended_s)
 
     def gbps(self, peer: WorkerId, lane: str) -> float:
         return self._speeds.gbps(peer, lane)
-
-    def counters(self) -> dict[tuple[WorkerId, str], LaneCounters]:
-        """Copies."""
-        return {pair: replace(counters) for pair, counters in self._counters.items()}
 
     def views(self, now: float) -> dict[WorkerId, list[LaneView]]:
         return self._links.snapshot(now)

@@ -89,3 +89,12 @@ class HandoffTimes(Struct, frozen=True, kw_only=True):
     damaged_regions: int = 0
     stalls: int = 0
     stall_s: float = 0.0
+
+
+class WorkerMetrics(Struct, frozen=True, kw_only=True):
+    """What is scraped of a worker, cheap to tell. `slots`: staging slots by ring ("receive", "send") and state ("free",
+    "reserved", "leased"); `tiers`: as the tier thread counts them."""
+
+    flows: tuple[Flow, ...] = ()
+    slots: dict[str, dict[str, int]] = {}
+    tiers: dict[str, int] = {}

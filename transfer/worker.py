@@ -11,19 +11,21 @@ decides anything about a request (the role's core does), or touches KV state off
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from baton.common.clock import MonotonicClock
+from baton.common.clock import MonotonicClock, wall_offset_s
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import KvMemory, ModelRunner
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
 from baton.common.engine.loop import EngineLoop, end_process
-from baton.common.errors import BatonError, ConfigError
+from baton.common.engine.trace import EngineTrace
+from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
 from baton.common.ids import Stamp
 from baton.common.kv.census import Census
 from baton.common.kv.checker import InvariantChecker, who_holds
@@ -38,11 +40,15 @@ from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
 from baton.common.messages import Load
 from baton.common.shared_memory import shared_huge_pages
+from baton.common.trace import ProcessTrace, Recorder
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread
 from baton.transfer.process import ProcessSpec, pin_process
+from baton.transfer.reports import Flow, HandoffTimes, WorkerMetrics
+from baton.transfer.session.ledger import flow_of
 
 CALL_TIMEOUT_S = 5.0
+SLOT_STATES = ("free", "reserved", "leased")
 
 _log = EventLog("baton.worker")
 
@@ -59,18 +65,12 @@ RunnerFactory = Callable[[ProcessSpec, Callable[[str], None]], ModelRunner]
 
 
 class LaneStatus(Struct, frozen=True, kw_only=True):
-    """One data lane from one peer, as this worker sees it. Bytes and regions count both directions."""
+    """One data lane from a peer that this worker receives from."""
 
     peer: str
     lane: str
     status: str
     reason: str
-    regions_in: int = 0
-    bytes_in: int = 0
-    regions_out: int = 0
-    bytes_out: int = 0
-    damaged: int = 0
-    failures: int = 0
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
@@ -87,6 +87,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     census: dict[str, int]
     components: dict[str, dict[str, int]] = {}
     lanes: tuple[LaneStatus, ...]
+    flows: tuple[Flow, ...]
     hand_offs: int
     counters: dict[str, int]
 
@@ -164,6 +165,7 @@ class WorkerProcess:
         self._has_tiers = has_tiers
         self._clock = MonotonicClock()
         self._loaded: _Loaded | None = None
+        self._recording = threading.Lock()
 
     def load(self, say: Callable[[str], None]) -> IoThread:
         spec, config = self._spec, self._spec.config
@@ -269,6 +271,7 @@ class WorkerProcess:
             census=census.by_class(),
             components={one.component.value: one.by_class() for one in census.others},
             lanes=_lane_statuses(loaded.io),
+            flows=loaded.io.flows().result(CALL_TIMEOUT_S),
             hand_offs=snapshot.hand_offs,
             counters=counters,
         )
@@ -290,6 +293,44 @@ class WorkerProcess:
         asked = loaded.engine.call(lambda: who_holds(loaded.pool, page, loaded.core.holdings(), component))
         return asked.result(CALL_TIMEOUT_S).told(self._clock.now())
 
+    def metrics(self) -> WorkerMetrics:
+        """Without the engine: also while it computes a long step."""
+        loaded = self._running
+        data = loaded.io.snapshot().data
+        rings = {} if data is None else {"receive": data.receive_slots, "send": data.send_slots}
+        return WorkerMetrics(
+            flows=loaded.io.flows().result(CALL_TIMEOUT_S),
+            slots={ring: dict(zip(SLOT_STATES, counts, strict=True)) for ring, counts in rings.items()},
+            tiers=loaded.tiers.counters() if loaded.tiers is not None else {},
+        )
+
+    def handoffs(self) -> list[HandoffTimes]:
+        """The last ones, oldest first, and the open ones. They begin by the wall clock."""
+        offset_s = wall_offset_s(self._clock)
+        times = self._running.io.handoff_times().result(CALL_TIMEOUT_S)
+        return [structs.replace(one, begun_at_s=one.begun_at_s + offset_s) for one in times]
+
+    def record(self, seconds: float) -> ProcessTrace:
+        """What both threads do from now on for so long. Raises RequestError while somebody else records."""
+        loaded = self._running
+        if not self._recording.acquire(blocking=False):
+            raise RequestError(ErrorCode.OVERLOADED, f"{self._spec.worker} is being recorded already")
+        try:
+            engine, io = Recorder(), Recorder()
+            started = [loaded.engine.trace(EngineTrace(engine, self._clock, flow_of)), loaded.io.trace(io)]
+            threading.Event().wait(seconds)
+            stopped = [loaded.engine.trace(None), loaded.io.trace(None)]
+            for switched in (*started, *stopped):
+                switched.result(CALL_TIMEOUT_S)
+        finally:
+            self._recording.release()
+        return ProcessTrace(
+            process=self._spec.worker,
+            pid=os.getpid(),
+            wall_offset_s=wall_offset_s(self._clock),
+            threads={"engine": engine.take(), "io": io.take()},
+        )
+
     def drain(self, timeout_s: float) -> bool:
         """Admits nothing new; True when everything that ran has ended. Nothing runs while it loads."""
         if self._loaded is None:
@@ -308,25 +349,11 @@ def _lane_statuses(io: IoThread) -> tuple[LaneStatus, ...]:
     data = io.snapshot().data
     if data is None:
         return ()
-    views = {(peer, view.lane): view for peer, lanes in data.lanes.items() for view in lanes}
-    statuses = []
-    for pair in sorted(views.keys() | data.counters.keys()):
-        view, counters = views.get(pair), data.counters.get(pair)
-        statuses.append(
-            LaneStatus(
-                peer=pair[0],
-                lane=pair[1],
-                status=view.status if view is not None else "",
-                reason=view.reason if view is not None else "",
-                regions_in=counters.regions_in if counters is not None else 0,
-                bytes_in=counters.bytes_in if counters is not None else 0,
-                regions_out=counters.regions_out if counters is not None else 0,
-                bytes_out=counters.bytes_out if counters is not None else 0,
-                damaged=counters.damaged if counters is not None else 0,
-                failures=counters.failures if counters is not None else 0,
-            )
-        )
-    return tuple(statuses)
+    return tuple(
+        LaneStatus(peer=peer, lane=view.lane, status=view.status, reason=view.reason)
+        for peer, views in sorted(data.lanes.items())
+        for view in views
+    )
 
 
 class WorkerActor(ProcessActor):
@@ -369,6 +396,18 @@ class WorkerActor(ProcessActor):
     @in_group(INQUIRY)
     def page_owner(self, page: int, component: Component | None) -> str:
         return self._process.page_owner(page, component)
+
+    @in_group(INQUIRY)
+    def metrics(self) -> WorkerMetrics:
+        return self._process.metrics()
+
+    @in_group(INQUIRY)
+    def handoffs(self) -> list[HandoffTimes]:
+        return self._process.handoffs()
+
+    @in_group(WATCH)
+    def record(self, seconds: float) -> ProcessTrace:
+        return self._process.record(seconds)
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:

@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
+from baton.common.asking import ResultT, question
 from baton.common.clock import Clock
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore, FromPeer
+from baton.common.engine.trace import EngineTrace
 from baton.common.log import EventLog
 from baton.common.messages import Load
 
@@ -35,7 +36,6 @@ CHECK_SHARE = 50
 """And such checks take at most one part in so many of the time: a walk over a large cache takes a while."""
 
 _log = EventLog("baton.engine")
-ResultT = TypeVar("ResultT")
 
 
 def end_process() -> None:
@@ -124,6 +124,7 @@ class EngineLoop:
         self._unchecked = True
         self._check_due_s = float("-inf")
         self._core_idle = threading.Event()
+        self._trace: EngineTrace | None = None
 
     # ------------------------------------------------------------------------------ from any thread
 
@@ -143,16 +144,8 @@ class EngineLoop:
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Runs `function` on the engine thread between two steps: the way to read KV state from outside. It must not
         change anything: what it raises is the asker's, the engine goes on."""
-        future: Future[ResultT] = Future()
-
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as error:  # noqa: BLE001 - the top frame of a foreign question
-                    future.set_exception(error)
-
-        if not self._inbox.put(_Call(run)):
+        future, answer = question(function)
+        if not self._inbox.put(_Call(answer)):
             future.cancel()
         return future
 
@@ -170,6 +163,16 @@ class EngineLoop:
         busy_since_s = self._busy_since_s
         age_s = 0.0 if busy_since_s is None else max(0.0, self._clock.now() - busy_since_s)
         return msgspec.structs.replace(self._load, steps=self._steps, step_age_s=age_s)
+
+    def trace(self, trace: EngineTrace | None) -> Future[None]:
+        """From the next step on this thread is recorded, or no more."""
+
+        def switch() -> None:
+            self._trace = trace
+            if trace is not None:
+                trace.begin(self._clock.now())
+
+        return self.call(switch)
 
     @property
     def refused_messages(self) -> int:
@@ -194,23 +197,34 @@ class EngineLoop:
     def _turn(self, events: list[object]) -> float | None:
         """Events, due timers, then at most one step. Returns how long nothing needs doing (None: until an event)."""
         now = self._busy_since_s = self._clock.now()
+        if self._trace is not None:
+            self._trace.begin(now)
         for event in events:
             self._unchecked = True
             if isinstance(event, _Call):
                 event.run()
             else:
+                if self._trace is not None:
+                    self._trace.passes(event)
                 self._dispatch(self._core.handle(event, now))
         deadline_s = self._core.next_deadline()
         if deadline_s is not None and deadline_s <= now:
             self._unchecked = True
             self._dispatch(self._core.on_timer(now))
         batch = self._core.next_batch(now)
+        trace = self._trace
+        if trace is not None and (events or batch is not None):
+            trace.planned()
         if batch is None:
             return self._idle(self._clock.now())
         result = self._runner.collect(self._runner.launch(batch))
+        if trace is not None:
+            trace.computed(batch)
         self._steps += 1
         self._unchecked = True
         self._dispatch(self._core.on_step(result, self._clock.now()))
+        if trace is not None:
+            trace.told()
         return 0.0
 
     def _idle(self, now: float) -> float | None:
@@ -228,4 +242,6 @@ class EngineLoop:
 
     def _dispatch(self, effects: list[object]) -> None:
         for effect in effects:
+            if self._trace is not None:
+                self._trace.passes(effect)
             self._post(effect)

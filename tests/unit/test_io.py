@@ -124,10 +124,11 @@ def check_counters(decode: Worker, prefill: Worker, lane: str) -> None:
         ours, theirs = decode.io.snapshot().data, prefill.io.snapshot().data
         assert ours is not None
         assert theirs is not None
-        received = ours.counters.get((WorkerId("prefill-0"), lane))
-        sent = theirs.counters.get((WorkerId("decode-0"), lane))
         idle = ours.open_sinks == ours.open_operations == theirs.open_operations == 0
-        return idle and received is not None and sent is not None and received.bytes_in == sent.bytes_out > 0
+        [received], [sent] = (worker.io.flows().result(WAIT_S) for worker in (decode, prefill))
+        assert (received.peer, sent.peer) == ("prefill-0", "decode-0")
+        assert received.lane == sent.lane == lane
+        return idle and received.nbytes == sent.nbytes > 0 and received.handoff.count == sent.handoff.count
 
     wait_until(agree)
 
@@ -370,10 +371,8 @@ def test_an_address_that_is_not_ours_is_a_config_error() -> None:
 
 
 def bytes_in(worker: Worker, lane: str) -> int:
-    data = worker.io.snapshot().data
-    assert data is not None
-    counters = data.counters.get((WorkerId("prefill-0"), lane))
-    return counters.bytes_in if counters is not None else 0
+    flows = worker.io.flows().result(WAIT_S)
+    return sum(flow.nbytes for flow in flows if (flow.peer, flow.lane, flow.direction) == ("prefill-0", lane, "in"))
 
 
 def slots_free(worker: Worker) -> bool:

@@ -20,9 +20,13 @@ from baton.transfer.api import (
     FinishSource,
     OfferReceived,
     ShipRegion,
+    SinkCommand,
     SinkCommitted,
+    SinkEvent,
     SinkFailed,
     SourceAborted,
+    SourceCommand,
+    SourceEvent,
     SourceReleased,
 )
 from baton.transfer.reports import Direction, Flow, HandoffTimes, Latencies, Outcome, RegionTimes
@@ -346,6 +350,13 @@ class Ledger:
 def handoff_name(key: HandoffKey) -> str:
     """The same on both sides."""
     return f"{key.handoff:016x}/{key.attempt}"
+
+
+def flow_of(item: object) -> str:
+    """The hand-off that a command or event of `baton.transfer.api` is about, by name; "": it is none."""
+    if isinstance(item, SinkCommand | SourceCommand | SinkEvent | SourceEvent):
+        return handoff_name(item.key)
+    return ""
 
 
 def _flow(total: _Total, now: float) -> Flow:
