@@ -42,6 +42,7 @@ class Roster:
         self._members: dict[WorkerId, Member] = {}
         self._heard_s: dict[WorkerId, float] = {}
         self._silent: set[WorkerId] = set()
+        self._look_at_s = now  # before that nobody can have been silent for long enough
         self._speak_at_s = now
         self._ticked_s = now
 
@@ -82,12 +83,16 @@ class Roster:
         if gap_s > self.stall_s:
             for worker, heard_s in self._heard_s.items():
                 self._heard_s[worker] = min(now, heard_s + gap_s)
+        if now < self._look_at_s:
+            return NO_CHANGE
         fell_silent = tuple(
             worker
             for worker, heard_s in self._heard_s.items()
             if now - heard_s > self._liveness.dead_after_s and worker not in self._silent
         )
         self._silent.update(fell_silent)
+        waiting = (heard_s for worker, heard_s in self._heard_s.items() if worker not in self._silent)
+        self._look_at_s = min(waiting, default=now) + self._liveness.dead_after_s
         return Changes(self.view, fell_silent=fell_silent) if fell_silent else NO_CHANGE
 
     def speak(self, now: float) -> bool:
