@@ -109,12 +109,24 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneCapsConfig:
+    """Gigabytes (1e9) per second on each lane, in each direction; 0: no limit."""
+
+    local: float = 0.0
+    ucx: float = 0.0
+    tcp: float = 0.0
+    zmq: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq"
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
     credit_regions: int = 4  # regions in flight per hand-off
     tcp_streams: int = 1  # connections of the tcp lane from each receiver to each source
+    max_gbps: float = 0.0  # gigabytes (1e9) per second that a worker sends at most, and receives; 0: no limit
+    lane_max_gbps: LaneCapsConfig = field(default_factory=LaneCapsConfig)
     digest: DigestKind = "sampled"  # what both ends compare of a region: a sample of its bytes, or all (full)
     resend_after_s: float = 0.5
     handoff_ttl_s: float = 300.0  # most time one attempt may take, queueing at prefill included; a dead or hung
@@ -245,6 +257,11 @@ def validate(config: ClusterConfig) -> None:
     for name, value in _positive_settings(config):
         if value is not None and not 0 < value < math.inf:  # neither is a number that is none
             raise ConfigError(name, value, "must be positive and finite")
+    for name, gbps in [("max_gbps", config.transfer.max_gbps), *_lane_caps(config.transfer)]:
+        if not 0 <= gbps < math.inf:
+            raise ConfigError(
+                f"transfer.{name}", gbps, "must be a finite number of gigabytes per second", "0: no limit"
+            )
     for name, count in _natural_settings(config):
         if not 0 <= count < math.inf:
             raise ConfigError(name, count, "cannot be negative, and is finite")
@@ -313,6 +330,10 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("gateway.max_sessions", config.gateway.max_sessions),
         ("gateway.session_ttl_s", config.gateway.session_ttl_s),
     ]
+
+
+def _lane_caps(transfer: TransferConfig) -> list[tuple[str, float]]:
+    return [(f"lane_max_gbps.{lane}", gbps) for lane, gbps in dataclasses.asdict(transfer.lane_max_gbps).items()]
 
 
 def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:

@@ -11,9 +11,9 @@ a staging slot, and that stays leased (quarantined) until its operation has ende
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, count
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
 from typing import assert_never
 
 from baton.common.config import TransferConfig
@@ -23,6 +23,7 @@ from baton.common.ids import WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress, Member
 from baton.common.trace import Args, Recorder
+from baton.transfer.caps import Caps
 from baton.transfer.digest import RegionDigest
 from baton.transfer.incoming import Incoming
 from baton.transfer.link import LaneView
@@ -81,9 +82,10 @@ class DataPlane:
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)
-        halves = (config, handler, self._lanes, self._answer, lambda: next(numbers))
-        self._incoming = Incoming(*halves)
-        self._outgoing = Outgoing(*halves)
+        lane_caps = {lane: gbps for lane, gbps in asdict(config.lane_max_gbps).items() if gbps}
+        parts = (handler, self._lanes, self._answer, lambda: next(numbers))
+        self._incoming = Incoming(config, Caps(config.max_gbps, lane_caps), *parts)
+        self._outgoing = Outgoing(config, Caps(config.max_gbps, lane_caps), *parts)
 
     # ------------------------------------------------------------------------------------------- peers
 
@@ -128,17 +130,16 @@ class DataPlane:
             if not self._incoming.on_operation(event, now):
                 self._outgoing.on_operation(event)
         self._incoming.prepare_waiting(now)
-        for _ in self._copies(now):
-            if time.perf_counter() >= end:
-                break
+        while any([self._incoming.step(now), self._outgoing.step(now)]) and time.perf_counter() < end:
+            pass
         return self._take_events()
 
     def wait_s(self, now: float) -> float | None:
         """How long `poll` may be left uncalled when no wake source of a lane speaks up; None: as long as you like."""
         link_due = self._lanes.next_deadline()
         waits = [
-            self._incoming.wait_s(),
-            self._outgoing.wait_s(),
+            self._incoming.wait_s(now),
+            self._outgoing.wait_s(now),
             LANE_BUSY_S if self._lanes.busy else None,
             max(0.0, link_due - now) if link_due is not None else None,
         ]
@@ -159,10 +160,6 @@ class DataPlane:
         self._lanes.close()
 
     # ---------------------------------------------------------------------------------------- internal
-
-    def _copies(self, now: float) -> Iterator[None]:
-        """Yields after each region that was pulled, or gathered and sent."""
-        return chain(self._incoming.copies(now), self._outgoing.copies())
 
     def _answer(self, event: DataEvent) -> None:
         if self.trace is not None:

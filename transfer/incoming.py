@@ -1,14 +1,14 @@
-"""The receiving half of the data plane: gives hand-offs their slots, and lands regions in their pages.
+"""The receiving half of the data plane: gives hand-offs their lane and their slots, and lands regions in their pages.
 
-Owns: the ring of receive slots, who waits for one, the hand-offs that may land something, and receives under way.
-Never: a decision about a hand-off, or a page that is not registered (`staging.StagingHandler` sees to that).
+Owns: the ring of receive slots, the hand-offs that wait for a lane or a slot and those that may land something, regions
+that wait to be asked for (`region_queue.py`), and receives under way. Never: a decision about a hand-off, or a page
+that is not registered (`staging.StagingHandler` sees to that).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -18,8 +18,10 @@ from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.messages import MAX_REGION_UNITS, Failure, unpack_tokens
+from baton.transfer.caps import Caps
 from baton.transfer.link import Chosen, NoLane, Wait
 from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.region_queue import RegionQueue
 from baton.transfer.session.effects import (
     DataEvent,
     Landed,
@@ -31,9 +33,13 @@ from baton.transfer.session.effects import (
     SinkNotPrepared,
     SinkPrepared,
 )
+from baton.transfer.slot_shares import SlotShares
 from baton.transfer.staging import Damaged, NotMine, Scatter, Scattered, SlotLease, StagingHandler, StagingRing
 from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
 
+WINDOW_REGIONS = 2
+"""So many full regions of one peer are asked for at a time on a lane: enough to keep it busy, and not so many that a
+small hand-off waits long behind what is on its way."""
 WAITING_RECHECK_S = 0.05
 """How late a hand-off may notice that it has waited long enough for a better lane."""
 
@@ -46,14 +52,23 @@ class _Sink:
 
     peer: Stamp
     lane: str
+    priority: int
     ops: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A region that is to land in `target`."""
+
+    effect: LandRegion
+    target: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Receive:
     """A region on its way into a slot, or straight into its pages."""
 
-    effect: LandRegion
+    wanted: _Wanted
     lease: SlotLease | None
     started_s: float
 
@@ -64,6 +79,7 @@ class Incoming:
     def __init__(
         self,
         config: TransferConfig,
+        caps: Caps,
         handler: StagingHandler,
         lanes: PeerLanes,
         answer: Callable[[DataEvent], None],
@@ -75,72 +91,97 @@ class Incoming:
         self._answer = answer
         self._next_op = next_op
         self._ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
-        self._waiting: dict[HandoffKey, PrepareSink] = {}  # in order of arrival
+        self._shares = SlotShares()
+        self._waiting: dict[HandoffKey, PrepareSink] = {}  # for a lane or a slot
+        self._recheck_at_s, self._seen_version = 0.0, 0
         self._sinks: dict[HandoffKey, _Sink] = {}
-        self._to_pull: deque[LandRegion] = deque()
+        self._to_pull: RegionQueue[_Wanted] = RegionQueue(caps, 1)
+        self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)
         self._ops: dict[int, _Receive] = {}
 
     # ----------------------------------------------------------------------------------------- effects
 
     def prepare(self, effect: PrepareSink, now: float) -> None:
         self._waiting[effect.key] = effect
-        self.prepare_waiting(now)
+        self._place(effect, now)
+        self._grant_slots(now)
 
     def land(self, effect: LandRegion, now: float) -> None:
-        if effect.lane in self._lanes.pull:
-            self._to_pull.append(effect)
-        elif effect.lane in self._lanes.direct:
-            self._receive_in_place(effect, now)
+        """Queues it; receives that may start do so at once, pulls in their turn (`step`)."""
+        chunk = effect.chunk
+        target = self._handler.destination_of(effect.key, chunk)
+        if not isinstance(target, Rows):
+            self._answer_landed(effect, target, now)
+        elif effect.lane in self._lanes.staged and chunk.nbytes > self._ring.slot_bytes:
+            self._fail(effect, f"region of {chunk.nbytes} bytes is larger than a slot", False, now)
         else:
-            self._receive_in_slot(effect, now)
+            queue, holds = (self._to_pull, 0) if effect.lane in self._lanes.pull else (self._to_receive, target.nbytes)
+            wanted = _Wanted(effect, target)
+            priority = self._sinks[effect.key].priority
+            queue.put(effect.lane, effect.peer, effect.key, priority, wanted, target.nbytes, holds)
+            self._start_receives(now)
 
     def fence(self, key: HandoffKey, now: float) -> None:
-        self._waiting.pop(key, None)
         sink = self._sinks.get(key)
+        self._forget(key)
         if sink is not None:
-            self._to_pull = deque(effect for effect in self._to_pull if effect.key != key)
-            self._forget(key)
             for op in sink.ops:
                 self._lanes.cancel(sink.lane, op)
         self._answer(SinkFenced(key))
-        self.prepare_waiting(now)
+        self._grant_slots(now)
 
     def close(self, key: HandoffKey, now: float) -> None:
         self._forget(key)
-        self.prepare_waiting(now)
+        self._grant_slots(now)
 
     # ------------------------------------------------------------------------------------------- slots
 
     def prepare_waiting(self, now: float) -> None:
-        """Hands out slots in order of arrival: once one hand-off waits for a slot, no later one is served before it."""
-        ring_is_short = False
-        for effect in list(self._waiting.values()):
-            match self._lanes.choose(effect.peer, now):
-                case NoLane(reason):
-                    del self._waiting[effect.key]
-                    failure = Failure(code=ErrorCode.NO_WORKER, reason=f"no lane to {effect.peer.worker}: {reason}")
-                    lost = not self._lanes.knows(effect.peer)
-                    self._answer(SinkNotPrepared(effect.key, failure, peer_lost=lost))
-                case Chosen(lane) as chosen if lane not in self._lanes.staged or not ring_is_short:
-                    ring_is_short = not self._prepare(effect, chosen) or ring_is_short
-                case Chosen() | Wait():
-                    pass
+        """Goes on with those that wait: lanes come up and go, waiting for a better one ends, slots are given back."""
+        if self._waiting and (self._lanes.version != self._seen_version or now >= self._recheck_at_s):
+            self._seen_version, self._recheck_at_s = self._lanes.version, now + WAITING_RECHECK_S
+            for effect in list(self._waiting.values()):
+                self._place(effect, now)
+        self._grant_slots(now)
 
-    def _prepare(self, effect: PrepareSink, chosen: Chosen) -> bool:
-        """False: no slot is free."""
-        credit = min(self._config.credit_regions, sum(span.units for span in effect.spans))
-        if chosen.lane in self._lanes.staged:
-            credit = self._ring.reserve(effect.key, credit)
-            if credit == 0:
-                return False
+    def _place(self, effect: PrepareSink, now: float) -> None:
+        """Finds its lane. A lane with slots means to wait in line for some."""
+        match self._lanes.choose(effect.peer, now):
+            case NoLane(reason):
+                failure = Failure(code=ErrorCode.NO_WORKER, reason=f"no lane to {effect.peer.worker}: {reason}")
+                lost = not self._lanes.knows(effect.peer)
+                self._forget(effect.key)
+                self._answer(SinkNotPrepared(effect.key, failure, peer_lost=lost))
+            case Chosen(lane) as chosen if lane not in self._lanes.staged:
+                self._open(effect, chosen, self._config.credit_regions)
+            case Chosen() if effect.key not in self._shares:
+                want = sum(-(-span.units // self._region_units(span.component)) for span in effect.spans)
+                self._shares.ask(effect.key, effect.priority, min(self._config.credit_regions, want))
+            case Chosen() | Wait():
+                pass
+
+    def _grant_slots(self, now: float) -> None:
+        while (granted := self._shares.grant(self._ring.free)) is not None:
+            key, count = granted
+            effect = self._waiting[key]
+            chosen = self._lanes.choose(effect.peer, now)
+            if isinstance(chosen, Chosen) and chosen.lane in self._lanes.staged:
+                self._ring.reserve(key, count)
+                self._open(effect, chosen, count)
+            else:  # its lane went while it waited
+                self._shares.close(key)
+                self._place(effect, now)
+
+    def _open(self, effect: PrepareSink, chosen: Chosen, credit: int) -> None:
+        if chosen.lane not in self._lanes.staged:
+            self._shares.close(effect.key)
         del self._waiting[effect.key]
         self._handler.register_decode_req(effect.key, effect.spans)
-        self._sinks[effect.key] = _Sink(effect.peer, chosen.lane)
+        self._sinks[effect.key] = _Sink(effect.peer, chosen.lane, effect.priority)
         region_units = tuple(self._region_units(span.component) for span in effect.spans)
         speed = self._lanes.gbps(effect.peer.worker, chosen.lane)
         self._answer(SinkPrepared(effect.key, chosen.lane, credit, region_units, speed))
         self._lanes.use(effect.peer, chosen)
-        return True
 
     def _region_units(self, component: Component) -> int:
         """Most in a region. One at least: without slots a region of one unit may be larger than a slot."""
@@ -148,64 +189,69 @@ class Incoming:
 
     # ----------------------------------------------------------------------------------------- regions
 
-    def copies(self, now: float) -> Iterator[None]:
-        """Yields after each region that was pulled."""
-        while self._to_pull:
-            self._pull_region(self._to_pull.popleft(), now)
-            yield
+    def step(self, now: float) -> bool:
+        """Asks for what may be asked for, and pulls one region. False: none waits."""
+        self._start_receives(now)
+        wanted = self._to_pull.take(now)
+        if wanted is not None:
+            self._pull_region(wanted.effect, wanted.target, now)
+        return wanted is not None
 
-    def _receive_in_place(self, effect: LandRegion, now: float) -> None:
-        target = self._handler.destination_of(effect.key, effect.chunk)
-        if isinstance(target, Rows):
-            op = self._start_op(effect, None)
-            self._lanes.direct[effect.lane].receive(op, effect.peer, effect.tag, target)
-        else:
-            self._answer_landed(effect, target, now)
+    def _start_receives(self, now: float) -> None:
+        while (wanted := self._to_receive.take(now)) is not None:
+            self._receive(wanted)
 
-    def _receive_in_slot(self, effect: LandRegion, now: float) -> None:
-        lease = self._ring.lease(effect.key, effect.chunk.seq)
-        assert lease is not None, f"{effect.key}: more regions under way than slots were reserved"
-        if effect.chunk.nbytes > len(lease.view):
-            self._ring.give_back(lease)
-            self._fail(effect, f"region of {effect.chunk.nbytes} bytes is larger than a slot", False, now)
-            return
-        op = self._start_op(effect, lease)
-        self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
-
-    def _start_op(self, effect: LandRegion, lease: SlotLease | None) -> int:
-        op = self._next_op()
+    def _receive(self, wanted: _Wanted) -> None:
+        effect, op = wanted.effect, self._next_op()
         self._sinks[effect.key].ops.add(op)
-        self._ops[op] = _Receive(effect, lease, time.perf_counter())
-        return op
+        if effect.lane in self._lanes.direct:
+            self._ops[op] = _Receive(wanted, None, time.perf_counter())
+            self._lanes.direct[effect.lane].receive(op, effect.peer, effect.tag, wanted.target)
+        else:
+            lease = self._ring.lease(effect.key, effect.chunk.seq)
+            assert lease is not None, f"{effect.key}: more regions under way than slots were promised"
+            self._ops[op] = _Receive(wanted, lease, time.perf_counter())
+            self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
 
     def on_operation(self, event: OperationEnd, now: float) -> bool:
         """An operation has ended, so its memory is ours again. Whoever started it may be gone. False: not ours."""
         receive = self._ops.pop(event.op, None)
         if receive is None:
             return False
-        effect = receive.effect
+        effect = receive.wanted.effect
+        self._to_receive.ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
         sink = self._sinks.get(effect.key)
+        outcome: Scatter | None = None
         if sink is not None and event.op in sink.ops:
             sink.ops.remove(event.op)
             if isinstance(event, Received):
-                self._answer_landed(effect, self._handler._scatter_region(effect.key, effect.chunk, event.data), now)
+                outcome = self._handler._scatter_region(effect.key, effect.chunk, event.data)
             elif isinstance(event, Placed):
-                self._answer_landed(effect, self._handler.verify_placed(effect.key, effect.chunk), now)
+                outcome = self._handler.verify_placed(effect.key, effect.chunk)
             elif isinstance(event, Ended):
                 self._fail(effect, event.reason, event.peer_lost, now)
         if receive.lease is not None:
             self._ring.give_back(receive.lease)
+        if outcome is not None:
+            self._answer_landed(effect, outcome, now)
         if not isinstance(event, Ended):
             self._note_moved(effect, receive.started_s)
         return True
 
-    def _pull_region(self, effect: LandRegion, now: float) -> None:
+    def _trade_slots(self, effect: LandRegion) -> int:
+        """How many regions more may come after this one has landed."""
+        if effect.lane not in self._lanes.staged:
+            return 1
+        slots = self._shares.landed(effect.key, self._ring.free)
+        if slots == 0:
+            self._ring.release(effect.key)
+        elif slots > 1:
+            self._ring.reserve(effect.key, slots - 1)
+        return slots
+
+    def _pull_region(self, effect: LandRegion, target: Rows, now: float) -> None:
         chunk = effect.chunk
-        target = self._handler.destination_of(effect.key, chunk)
         started = time.perf_counter()
-        if not isinstance(target, Rows):
-            self._answer_landed(effect, target, now)
-            return
         source = replace(target, units=unpack_tokens(chunk.source_pages))
         failed = self._lanes.pull[effect.lane].pull(effect.peer, source, target)
         if failed is not None:
@@ -217,7 +263,7 @@ class Incoming:
     def _answer_landed(self, effect: LandRegion, outcome: Scatter, now: float) -> None:
         match outcome:
             case Scattered(nbytes, scatter_s):
-                self._answer(Landed(effect.key, effect.chunk.seq, nbytes, scatter_s))
+                self._answer(Landed(effect.key, effect.chunk.seq, nbytes, scatter_s, self._trade_slots(effect)))
             case Damaged(reason):
                 _log.warning("region_damaged", peer=effect.peer.worker, lane=effect.lane, reason=reason)
                 self._answer(RegionDamaged(effect.key, effect.chunk.seq))
@@ -232,7 +278,13 @@ class Incoming:
         self._answer(SinkLaneFailed(effect.key, failure, peer_lost))
 
     def _forget(self, key: HandoffKey) -> None:
-        self._sinks.pop(key, None)
+        """Of a key that waits, is open, or is gone already."""
+        self._waiting.pop(key, None)
+        self._shares.close(key)
+        sink = self._sinks.pop(key, None)
+        if sink is not None:
+            queue = self._to_pull if sink.lane in self._lanes.pull else self._to_receive
+            queue.forget(sink.lane, sink.peer, key)
         self._handler.forget(key)
         self._ring.close(key)
 
@@ -242,11 +294,10 @@ class Incoming:
 
     # --------------------------------------------------------------------------------------- questions
 
-    def wait_s(self) -> float | None:
+    def wait_s(self, now: float) -> float | None:
         """How soon it wants to go on; None: not before something happens."""
-        if self._to_pull:
-            return 0.0
-        return WAITING_RECHECK_S if self._waiting else None
+        waits = [self._to_pull.wait_s(now), self._to_receive.wait_s(now), WAITING_RECHECK_S if self._waiting else None]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     @property
     def slots(self) -> tuple[int, int, int]:

@@ -1,20 +1,22 @@
 """The sending half of the data plane: gives regions to their lanes, gathered where these want it.
 
-Owns: the ring of send slots, the regions that wait for one, and sends under way. Never: a decision about a hand-off.
+Owns: the ring of send slots, the regions that wait for their turn (`region_queue.py`), and sends under way. Never: a
+decision about a hand-off.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.common.config import TransferConfig
 from baton.common.errors import ErrorCode
-from baton.common.ids import HandoffKey
+from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import Failure
+from baton.transfer.caps import Caps
 from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.region_queue import RegionQueue
 from baton.transfer.session.effects import (
     DataEvent,
     RegionReady,
@@ -41,6 +43,7 @@ class Outgoing:
     def __init__(
         self,
         config: TransferConfig,
+        caps: Caps,
         handler: StagingHandler,
         lanes: PeerLanes,
         answer: Callable[[DataEvent], None],
@@ -51,31 +54,44 @@ class Outgoing:
         self._answer = answer
         self._next_op = next_op
         self._ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
-        self._to_send: deque[SendRegion] = deque()
+        half = max(
+            1, self._ring.slots // 2
+        )  # a receiver that leaves what it was promised lying takes no more from others
+        self._to_send: RegionQueue[SendRegion] = RegionQueue(caps, half)  # through slots
+        self._to_offer: RegionQueue[SendRegion] = RegionQueue(caps, 1)  # straight out of the pages
+        self._places: dict[HandoffKey, tuple[str, Stamp]] = {}
         self._ops: dict[int, _Send] = {}
 
     def send(self, effect: SendRegion) -> None:
-        self._to_send.append(effect)
+        """Queues it; it starts in its turn (`step`)."""
+        nbytes = self._bytes_of(effect)
+        staged = effect.lane in self._lanes.staged
+        if effect.lane not in self._lanes.transports:
+            self._fail(effect, "this process does not have it")
+        elif staged and nbytes > self._ring.slot_bytes:
+            self._fail(effect, "the region is larger than a slot")
+        else:
+            self._places[effect.key] = (effect.lane, effect.peer)
+            queue, holds = (self._to_send, 1) if staged else (self._to_offer, 0)
+            queue.put(effect.lane, effect.peer, effect.key, effect.priority, effect, nbytes, holds)
 
     def fence(self, key: HandoffKey) -> None:
-        self._to_send = deque(effect for effect in self._to_send if effect.key != key)
+        place = self._places.pop(key, None)
+        if place is not None:
+            queue = self._to_send if place[0] in self._lanes.staged else self._to_offer
+            queue.forget(*place, key)
         for op, under_way in list(self._ops.items()):
             if under_way.effect.key == key:
                 self._lanes.cancel(under_way.effect.lane, op)
         self._answer(SourceFenced(key))
 
-    def copies(self) -> Iterator[None]:
-        """Yields after each region that was gathered and sent."""
-        while self._to_send:
-            effect = self._to_send[0]
-            if effect.lane not in self._lanes.transports:
-                self._fail(effect, "this process does not have it")
-            elif effect.lane in self._lanes.staged and self._bytes_of(effect) > self._ring.slot_bytes:
-                self._fail(effect, "the region is larger than a slot")
-            elif not self._start(effect):
-                return
-            self._to_send.popleft()
-            yield
+    def step(self, now: float) -> bool:
+        """Gathers and sends one region, or digests one that leaves its pages without a copy. False: none may start."""
+        effect = self._to_send.take(now) if self._ring.free else None
+        effect = self._to_offer.take(now) if effect is None else effect
+        if effect is not None:
+            self._start(effect)
+        return effect is not None
 
     def on_operation(self, event: OperationEnd) -> None:
         """An operation has ended, so its memory is ours again. Whoever started it may be gone."""
@@ -89,9 +105,9 @@ class Outgoing:
             self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, ended_s)
         if sent.lease is not None:
             self._ring.give_back(sent.lease)
+            self._to_send.ended(effect.lane, effect.peer, 1)
 
-    def _start(self, effect: SendRegion) -> bool:
-        """False: no slot is free."""
+    def _start(self, effect: SendRegion) -> None:
         started = time.perf_counter()
         source = self._handler.rows_of(effect.span)
         if effect.lane in self._lanes.pull:
@@ -102,14 +118,12 @@ class Outgoing:
             self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
         else:
             lease = self._ring.lease_free(effect.key, effect.seq)
-            if lease is None:
-                return False
+            assert lease is not None, "taken from the queue without a free slot"
             payload = self._handler.gather(source, lease.view)
             nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
             op = self._start_op(effect, lease)
             self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, payload)
         self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest, time.perf_counter() - started))
-        return True
 
     def _start_op(self, effect: SendRegion, lease: SlotLease | None) -> int:
         op = self._next_op()
@@ -123,10 +137,10 @@ class Outgoing:
         failure = Failure(code=ErrorCode.INTERNAL, reason=f"lane {effect.lane}: {reason}")
         self._answer(SourceLaneFailed(effect.key, failure))
 
-    def wait_s(self) -> float | None:
+    def wait_s(self, now: float) -> float | None:
         """How soon it wants to go on; None: not before something happens."""
-        can_send = bool(self._to_send) and (self._ring.free > 0 or self._to_send[0].lane not in self._lanes.staged)
-        return 0.0 if can_send else None
+        waits = [self._to_offer.wait_s(now), self._to_send.wait_s(now) if self._ring.free else None]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     @property
     def slots(self) -> tuple[int, int, int]:

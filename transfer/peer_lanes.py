@@ -52,6 +52,7 @@ class PeerLanes:
         self._links = Links(self._order)
         self._speeds = LaneSpeeds()
         self._in_use: dict[Stamp, str] = {}
+        self.version = 0  # another one after every change that a choice of lane may depend on
 
     def addresses(self) -> tuple[LaneAddress, ...]:
         """What peers need to reach this process, in order of preference."""
@@ -60,6 +61,7 @@ class PeerLanes:
     def set_peers(self, peers: Sequence[Member], now: float) -> None:
         """The processes that this one receives from."""
         self._carry_out(self._links.set_peers([(peer.stamp, peer.lanes) for peer in peers], now))
+        self.version += 1
         for stamp in [stamp for stamp in self._in_use if not self._links.knows(stamp)]:
             del self._in_use[stamp]
 
@@ -80,8 +82,10 @@ class PeerLanes:
                         yield event
                     case LinkUp():
                         self._links.on_up(event.peer, lane, now)
+                        self.version += 1
                     case LinkDown():
                         self._links.on_down(event.peer, lane, event.reason, now)
+                        self.version += 1
                         _log.info("link_down", peer=event.peer.worker, lane=lane, reason=event.reason)
                     case _:
                         assert_never(event)
@@ -110,6 +114,7 @@ class PeerLanes:
         """A hand-off broke on it while receiving."""
         _log.warning("lane_failed", peer=peer.worker, lane=lane, reason=reason)
         self._links.on_failure(peer, lane, now)
+        self.version += 1
 
     # ---------------------------------------------------------------------------------------- measures
 

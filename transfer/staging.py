@@ -53,13 +53,14 @@ class StagingRing:
         self._reserved: dict[HandoffKey, list[int]] = {}
         self._leases: dict[int, SlotLease] = {}
 
-    def reserve(self, key: HandoffKey, want: int) -> int:
-        """Up to `want` slots for `key`, as many as are free; 0 when none is. Once per key."""
-        assert key not in self._reserved, f"{key} has a reservation"
-        granted = min(want, len(self._free))
-        if granted > 0:
-            self._reserved[key] = [self._free.pop() for _ in range(granted)]
-        return granted
+    def reserve(self, key: HandoffKey, count: int) -> None:
+        """`count` slots more for `key`; so many are free."""
+        assert 0 < count <= len(self._free), f"{count} of {len(self._free)} slots"
+        self._reserved.setdefault(key, []).extend(self._free.pop() for _ in range(count))
+
+    def release(self, key: HandoffKey) -> None:
+        """One of the slots reserved for `key` that no operation has becomes free."""
+        self._free.append(self._reserved[key].pop())
 
     def lease(self, key: HandoffKey, seq: int) -> SlotLease | None:
         """One of the slots reserved for `key`; None when all of them are leased or none was reserved."""

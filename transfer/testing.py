@@ -245,7 +245,7 @@ class TransportContract:
             return  # takes no slots
         with closing_both(self.make_pair()) as (sink, source):
             rng = np.random.default_rng(12)
-            first = [self._hand_off(sink, source, rng, 8) for _ in range(4)]  # 2 slots each: all eight
+            first = [self._hand_off(sink, source, rng, 8) for _ in range(5)]  # 2, 2, 2, 1, 1 slots: all eight
             for hand_off in first:
                 hand_off.prepare()
             late = [self._hand_off(sink, source, rng, 8) for _ in range(2)]
@@ -253,7 +253,7 @@ class TransportContract:
                 hand_off.ask_to_prepare()
             pump([sink, source], lambda: False, wait_s=0.05)
             assert not any(hand_off.prepared_now() for hand_off in late), "overcommitted"
-            first[2].close()
+            first[3].close()
             assert late[0].prepared_now()
             assert not late[1].prepared_now()
             late[0].fence()

@@ -61,15 +61,25 @@ class RingMachine(RuleBasedStateMachine):
         self.open: dict[HandoffKey, int] = {}  # key -> slots granted and not leased
         self.out: list[SlotLease] = []
 
-    @rule(want=st.integers(1, 4))
-    def reserve(self, want: int) -> None:
-        key = HandoffKey(HandoffId(self.next_key), 1)
+    @rule(want=st.integers(1, 4), again=st.booleans())
+    def reserve(self, want: int, again: bool) -> None:
+        known = sorted(self.open, key=lambda key: key.handoff)
+        key = known[-1] if again and known else HandoffKey(HandoffId(self.next_key), 1)
         self.next_key += 1
-        free = self.ring.free
-        granted = self.ring.reserve(key, want)
-        assert granted == min(want, free)
-        if granted:
-            self.open[key] = granted
+        if want <= self.ring.free:
+            self.ring.reserve(key, want)
+            self.open[key] = self.open.get(key, 0) + want
+        else:
+            with pytest.raises(AssertionError):
+                self.ring.reserve(key, want)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        idle = sorted((key for key, slots in self.open.items() if slots), key=lambda key: key.handoff)
+        if idle:
+            key = data.draw(st.sampled_from(idle))
+            self.ring.release(key)
+            self.open[key] -= 1
 
     @rule(target=leases, data=st.data())
     def lease(self, data: st.DataObject) -> SlotLease | None:
