@@ -187,6 +187,7 @@ class Submit(_Message, frozen=True, kw_only=True):
     outputs: Tokens = b""
     sampling: SamplingParams
     ttl_s: Seconds  # deadline, as time left: clocks are not shared
+    priority: Priority = 0
     prefill_worker: WorkerId | None = None  # the router's choice; decode may pick another when it is gone
     session_id: SessionIdStr = ""  # the conversation this is a turn of; "": none
     session_turn: Count = 0  # turns of it that were answered before

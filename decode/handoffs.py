@@ -49,6 +49,7 @@ class Handoffs:
             sample=request.wants_first_token,
             sampling=request.sampling,
             deadline_s=deadline_s,
+            priority=request.priority,
         )
 
     def close(self, key: HandoffKey) -> tuple[DecodeRequest, int]:

@@ -59,6 +59,7 @@ class Params(TypedDict, total=False):
     ignore_eos: bool
     timeout_s: float
     session_id: str
+    priority: int  # smaller is sooner; 0 when not given
 
 
 class ClusterUnreachable(BatonError):

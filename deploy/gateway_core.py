@@ -129,6 +129,7 @@ class _Request:
     sampling: SamplingParams
     deadline_s: float
     state: State
+    priority: int
     placement: int = 0
     outputs: list[int] = field(default_factory=list)
     session: Session | None = None
@@ -185,6 +186,7 @@ class GatewayCore:
         now: float,
         session_id: SessionId = NO_SESSION,
         owner: str = "",
+        priority: int = 0,
     ) -> list[GatewayEffect]:
         """Admits a request, or ends it at once with the reason. The seed must be chosen already: it is the state that
         makes a sampled answer continue identically elsewhere. A turn of a session names it, and who asks."""
@@ -198,7 +200,7 @@ class GatewayCore:
             retry_after_s = _RETRY_AFTER_S if refusal.code in _WORTH_RETRYING else None
             return [RequestEnded(request_id, "", refusal, None, 0, retry_after_s)]
         state = Waiting(now + self._worker_wait_s)
-        request = _Request(request_id, prompt, sampling, now + timeout_s, state, session=session)
+        request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, session=session)
         self._requests[request_id] = request
         self._deadlines.set(request_id, request.deadline_s)
         out: list[GatewayEffect] = []
@@ -359,6 +361,7 @@ class GatewayCore:
             outputs=pack_tokens(request.outputs),
             sampling=request.sampling,
             ttl_s=max(0.0, request.deadline_s - now),
+            priority=request.priority,
             prefill_worker=choose(self._candidates("prefill", set()), request.prompt),
             session_id=request.session.session_id if request.session is not None else NO_SESSION,
             session_turn=request.session.turns if request.session is not None else 0,

@@ -202,6 +202,7 @@ class Gateway:
         *,
         session_id: SessionId = NO_SESSION,
         owner: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[AnswerEvent, None]:
         """Deltas, then one AnswerEnd. Raises RequestError when the request ends without its answer. Closing the
         iterator cancels the request. A turn of a session names it, and who asks."""
@@ -214,7 +215,9 @@ class Gateway:
         try:
             arrived_s = self._clock.now()
             ids = np.asarray(prompt, dtype=np.int32)
-            self._dispatch(self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner))
+            self._dispatch(
+                self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner, priority)
+            )
             async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
                 async for event in events:
                     if isinstance(event, AnswerEnd):

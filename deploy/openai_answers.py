@@ -77,6 +77,7 @@ class Answering:
             self.timeout_s,
             session_id=SessionId(self.request.session_id or NO_SESSION),
             owner=self.owner,
+            priority=self.request.priority or 0,
         )
 
 

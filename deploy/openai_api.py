@@ -3,7 +3,8 @@
 Owns: the request shapes, and the refusal of what cannot be done: a parameter is used or refused, never ignored.
 Never: tokenizes, waits, or knows the cluster.
 
-Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`, `session_id`.
+Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`, `session_id`,
+`priority` (smaller is sooner, as in vLLM).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.messages import SamplingParams
+from baton.common.messages import Priority, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
 MAX_STOP_STRINGS = 16
@@ -47,6 +48,7 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     stream_options: StreamOptions | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     session_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    priority: Priority | None = None
     user: str | None = None  # a label; changes nothing
 
     @property

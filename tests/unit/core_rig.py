@@ -301,6 +301,7 @@ class Rig:
         ttl_s: float = 1000.0,
         session: tuple[str, int] = ("", 0),
         thinking_token_id: int = -1,
+        priority: int = 0,
     ) -> None:
         self.tell(
             Submit(
@@ -313,6 +314,7 @@ class Rig:
                 session_id=session[0],
                 session_turn=session[1],
                 thinking_token_id=thinking_token_id,
+                priority=priority,
             )
         )
 

@@ -127,6 +127,14 @@ def test_logprobs_include_those_of_the_first_token() -> None:
     assert [said[i] for i in range(5)] == list(fake_answer(prompt_of(9), sampling, 256).logprobs)
 
 
+def test_the_priority_of_a_request_is_that_of_its_hand_off() -> None:
+    rig = Rig()
+    rig.submit("r", prompt_of(15), priority=-3)
+    rig.settle()
+    [opened] = [effect for effect in rig.log if isinstance(effect, OpenSink)]
+    assert opened.priority == -3
+
+
 def test_a_migrated_request_continues_where_it_was() -> None:
     sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
     expected = fake_generate(prompt_of(15), sampling, 12)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
@@ -217,6 +218,20 @@ def test_frames_about_an_unknown_source_create_nothing() -> None:
     for body in (Ack(key=key(1), seq=0, credit=9), Commit(key=key(1))):
         assert here.on_frame(frame(body), 0.0) == []
     assert here.sessions() == []
+
+
+def test_a_priority_travels_with_the_offer_to_every_region() -> None:
+    here = endpoint()
+    urgent = replace(open_sink(), priority=-2)
+    [prepare] = here.command(urgent, 0.0)
+    assert prepare.priority == -2
+    [offered] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 0.0))
+    assert offered.priority == -2
+    there = endpoint()
+    _, received = bodies(there.on_frame(frame(structs.replace(offered, key=key(2))), 0.0))
+    assert received.priority == -2
+    [send] = there.command(ShipRegion(key(2), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
+    assert send.priority == -2
 
 
 def test_a_whole_source_session() -> None:

@@ -140,6 +140,14 @@ def test_logprobs_follow_their_tokens(one: Driver) -> None:
     assert one.logprobs == list(logprobs)
 
 
+def test_a_priority_goes_to_the_worker() -> None:
+    driver = Driver()
+    driver.view(A, P)
+    [sent] = driver.take(driver.core.submit(R, PROMPT, SAMPLING, 60.0, driver.now, priority=-5))
+    assert isinstance(sent.body, Submit)
+    assert sent.body.priority == -5
+
+
 def test_submit_is_sent_again_until_answered() -> None:
     driver = Driver()
     driver.view(A)

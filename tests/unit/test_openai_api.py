@@ -118,6 +118,8 @@ def test_chat_messages_as_templates_want_them() -> None:
         ({"top_k": -2}, "top_k", ">= 0"),
         ({"top_k": 10**30}, "top_k", "<= 2147483647"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"priority": 101}, "priority", "<= 100"),
+        ({"priority": 0.5}, "priority", "got 0.5"),
         ({"n": 2}, "n", "one answer per prompt"),
         ({"n": True}, "n", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
