@@ -34,7 +34,6 @@ class Interval(Struct, frozen=True, array_like=True, tag="interval"):
     """Something went on meanwhile, on a track of its own; intervals of one track may overlap."""
 
     track: str
-    name: str
     begin_s: float
     end_s: float
     args: Args
@@ -62,8 +61,8 @@ class Recorder:
     def slice(self, name: str, begin_s: float, end_s: float, args: Args) -> None:
         self._add(Slice(name, begin_s, end_s, args))
 
-    def interval(self, track: str, name: str, begin_s: float, end_s: float, args: Args) -> None:
-        self._add(Interval(track, name, begin_s, end_s, args))
+    def interval(self, track: str, begin_s: float, end_s: float, args: Args) -> None:
+        self._add(Interval(track, begin_s, end_s, args))
 
     def passage(self, flow: str, at_s: float) -> None:
         self._add(Passage(flow, at_s))

@@ -129,6 +129,46 @@ def kv(
 
 
 @app.command()
+def handoffs(
+    worker: Annotated[str, typer.Argument(help="decode-0, say: both ends of a hand-off keep its times.")],
+    url: Url = None,
+    as_json: AsJson = False,
+    request: Annotated[str | None, typer.Option(help="Only those of the request with this id (X-Request-Id).")] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+) -> None:
+    """Show when what happened in the last hand-offs of a worker. With --request: in full."""
+    from baton.deploy import show, show_handoffs
+
+    found = show.fetch_handoffs(url or env.cluster_url(), worker)
+    chosen = [one for one in found if request is None or one.request_id == request][-last:]
+    console = Console(highlight=False)
+    if as_json:
+        show.print_json(chosen)
+    elif request is None:
+        show_handoffs.print_handoffs(worker, chosen, console)
+    else:
+        for one in chosen:
+            show_handoffs.print_handoff(one, console)
+
+
+@app.command()
+def trace(
+    url: Url = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long to record.")] = 5.0,
+    out: Annotated[Path, typer.Option(help="The file; ui.perfetto.dev opens it.")] = Path("baton-trace.json"),
+) -> None:
+    """Record what all workers do: steps, copies, regions on their way, hand-offs."""
+    from baton.deploy import show
+
+    recorded = show.fetch_trace(url or env.cluster_url(), seconds)
+    try:
+        out.write_bytes(recorded)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {out}: {error}") from error
+    err.print(f"{out}: {len(recorded)} bytes; open it at https://ui.perfetto.dev", markup=False)
+
+
+@app.command()
 def demo(
     model: Model = None,
     prefill: Prefill = None,

@@ -33,6 +33,7 @@ import msgspec
 from baton.common.errors import BatonError, ErrorCode, RequestError
 from baton.common.messages import Timeline
 from baton.deploy.status import GatewayStatus
+from baton.transfer.reports import HandoffTimes
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
@@ -259,6 +260,14 @@ class AsyncClient:
         query = "" if component is None else f"?component={component}"
         return str(msgspec.json.decode(await self._get(f"/kv/{worker}/{page}{query}"))["owner"])
 
+    async def handoffs(self, worker: str) -> list[HandoffTimes]:
+        """A worker's last hand-offs, oldest first, and the open ones."""
+        return msgspec.json.decode(await self._get(f"/handoffs/{worker}"), type=list[HandoffTimes])
+
+    async def trace(self, seconds: float) -> bytes:
+        """What all workers do from now on for so long: Chrome trace events, for ui.perfetto.dev."""
+        return await self._call("POST", f"/trace?seconds={seconds:g}")
+
     async def open_session(self) -> str:
         """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""
         return str(msgspec.json.decode(await self._call("POST", "/v1/sessions"))["id"])
@@ -428,6 +437,14 @@ class Client:
         """Who holds one KV page (or state slot) of a worker, and since when; for people. `component`: "full", "swa" or
         "state"; without, the first of these that the model has."""
         return self._run(self._client.page_owner(worker, page, component))
+
+    def handoffs(self, worker: str) -> list[HandoffTimes]:
+        """A worker's last hand-offs, oldest first, and the open ones."""
+        return self._run(self._client.handoffs(worker))
+
+    def trace(self, seconds: float) -> bytes:
+        """What all workers do from now on for so long: Chrome trace events, for ui.perfetto.dev."""
+        return self._run(self._client.trace(seconds))
 
     def open_session(self) -> str:
         """A conversation whose KV stays on its decode worker between turns: pass it as `session_id`."""

@@ -8,35 +8,22 @@ Never: decides anything, or holds a lock on the way of a token.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 
-import ray
-from ray.actor import ActorHandle
-
 from baton.common.clock import MonotonicClock
-from baton.common.errors import ErrorCode, RequestError
-from baton.common.ids import WorkerId
-from baton.common.kv.layout import Component
-from baton.common.log import EventLog
 from baton.common.messages import Load
 from baton.common.model.cache import Progress
-from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway, Workers
 from baton.deploy.http_server import GatewayServer
 from baton.deploy.listener import open_listener
-from baton.deploy.ray_side import find_process
+from baton.deploy.ray_workers import STATUS_TIMEOUT_S, RayWorkers
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread
-from baton.transfer.process import ProcessSpec, actor_name
-
-STATUS_TIMEOUT_S = 3.0
-
-_log = EventLog("baton.gateway")
+from baton.transfer.process import ProcessSpec
 
 
 class GatewayProcess:
@@ -119,53 +106,3 @@ class GatewayActor(ProcessActor):
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
         return self._process.drain(timeout_s)
-
-
-class RayWorkers:
-    """`Workers` over their Ray actors, found by name. Ray's calls wait, so they run on threads of their own."""
-
-    def __init__(self, cluster: str, io: IoThread) -> None:
-        self._cluster = cluster
-        self._io = io
-
-    async def statuses(self) -> Mapping[str, object]:
-        return await asyncio.to_thread(self._ask_all)
-
-    async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
-        return await asyncio.to_thread(self._ask_page, worker, page, component)
-
-    def _ask_all(self) -> Mapping[str, object]:
-        """Workers that do not answer in time are left out: status must not hang on the one process that is ill."""
-        refs = {actor.status.remote(): worker for worker, actor in self._actors().items()}
-        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STATUS_TIMEOUT_S) if refs else ([], [])
-        statuses: dict[str, object] = {}
-        for reference in answered:
-            try:
-                statuses[refs[reference]] = ray.get(reference)
-            except ray.exceptions.RayError as error:
-                _log.warning("worker_without_status", worker=refs[reference], error=str(error)[:200])
-        return statuses
-
-    def _ask_page(self, worker: str, page: int, component: Component | None) -> str:
-        actor = self._actors().get(WorkerId(worker))
-        if actor is None:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"there is no worker {worker!r} with pages", "worker")
-        try:
-            owner: str = ray.get(actor.page_owner.remote(page, component), timeout=STATUS_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RequestError):
-                raise error.cause from None
-            raise RequestError(ErrorCode.NO_WORKER, f"{worker} cannot tell: {error.cause}", "worker") from error
-        except ray.exceptions.RayError as error:
-            raise RequestError(ErrorCode.NO_WORKER, f"{worker} does not answer", "worker") from error
-        return owner
-
-    def _actors(self) -> dict[WorkerId, ActorHandle]:
-        """Of the members that hold KV."""
-        found = {}
-        for member in self._io.snapshot().members:
-            if member.role in COMPUTE_ROLES:
-                actor = find_process(self._cluster, actor_name(member.stamp.worker, member.stamp.incarnation))
-                if actor is not None:
-                    found[member.stamp.worker] = actor
-        return found

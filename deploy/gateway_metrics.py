@@ -1,4 +1,5 @@
-"""What a gateway counts, in Prometheus's terms. Owns its own registry: two gateways in one process do not mix.
+"""What a gateway counts, in Prometheus's terms, and beside it what its workers do (`worker_metrics.py`). Owns its own
+registry: two gateways in one process do not mix.
 
 A prompt token is counted once, by where its KV came from: computed on the decode worker, found in its prefix cache, or
 handed over. The three add up to the prompt (`double_counted_metrics` in the failure list).
@@ -6,9 +7,13 @@ handed over. The three add up to the prompt (`double_counted_metrics` in the fai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.common.messages import Timeline
+from baton.deploy.worker_metrics import WorkerCollector
+from baton.transfer.reports import WorkerMetrics
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -32,9 +37,6 @@ class GatewayMetrics:
             "baton_prompt_tokens", "Prompt tokens, by the origin of their KV: local, cached, restored, transferred.",
             ["source"], registry=self._registry,
         )  # fmt: skip
-        self._bytes = Counter(
-            "baton_transfer_bytes", "KV bytes handed over, by lane.", ["lane"], registry=self._registry
-        )
         self._ttft = Histogram(
             "baton_time_to_first_token_seconds", "Arrival until the first token.", buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
@@ -52,6 +54,8 @@ class GatewayMetrics:
             "baton_workers", "Workers in the membership, by role and whether they answer.", ["role", "state"],
             registry=self._registry,
         )  # fmt: skip
+        self._of_workers = WorkerCollector()
+        self._registry.register(self._of_workers)
 
     def tokens(self, count: int, since_last_s: float, *, first: bool) -> None:
         self._tokens.inc(count)
@@ -66,14 +70,16 @@ class GatewayMetrics:
         self._prompt.labels("cached").inc(timeline.cached_tokens)
         self._prompt.labels("restored").inc(timeline.restored_tokens)
         self._prompt.labels("transferred").inc(timeline.transferred_tokens)
-        if timeline.lane:
-            self._bytes.labels(timeline.lane).inc(timeline.transfer_bytes)
 
     def http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def page(self, in_flight: int, workers: dict[tuple[str, str], int]) -> bytes:
-        """The exposition text. `workers`: (role, "live" | "silent") -> count."""
+    def page(
+        self, in_flight: int, workers: Mapping[tuple[str, str], int], of_workers: Mapping[str, WorkerMetrics]
+    ) -> bytes:
+        """The exposition text. `workers`: (role, "live" | "silent") -> count; `of_workers`: what they count
+        themselves."""
+        self._of_workers.metrics = of_workers
         self._inflight.set(in_flight)
         self._workers.clear()
         for (role, state), count in workers.items():

@@ -26,13 +26,16 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
+from baton.common.trace import ProcessTrace
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
+from baton.transfer.reports import HandoffTimes, WorkerMetrics
 
 DRAINING_RETRY_AFTER_S = 1.0
+METRICS_AGE_S = 2.0
 FAREWELL_S = 0.5
 """For the errors of answers that shutting down cuts off to reach their clients."""
 
@@ -47,6 +50,16 @@ class Workers(Protocol):
         """Who holds a page or slot, for people; of the model's first component unless one is named. Raises
         RequestError."""
 
+    async def metrics(self) -> Mapping[str, WorkerMetrics]:
+        """What each counts, by worker; those that do not answer in time are left out."""
+
+    async def handoffs(self, worker: str) -> list[HandoffTimes]:
+        """A worker's last hand-offs, oldest first, and the open ones. Raises RequestError."""
+
+    async def record(self, seconds: float) -> list[ProcessTrace]:
+        """What each does from now on for so long; those that do not answer in time are left out. Raises RequestError
+        while somebody else records."""
+
 
 class UnknownWorkers:
     """For a gateway that runs without Ray: it knows what heartbeats say, and nothing more."""
@@ -56,6 +69,15 @@ class UnknownWorkers:
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
+
+    async def metrics(self) -> Mapping[str, WorkerMetrics]:
+        return {}
+
+    async def handoffs(self, worker: str) -> list[HandoffTimes]:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
+
+    async def record(self, seconds: float) -> list[ProcessTrace]:
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +169,9 @@ class Gateway:
         self._loads: dict[WorkerId, Load] = {}
         self._silent: frozenset[WorkerId] = frozenset()
         self._lanes: dict[tuple[str, str, str], LaneUse] = {}
+        self._of_workers: Mapping[str, WorkerMetrics] = {}
+        self._asked_at_s = float("-inf")
+        self._asking_workers = asyncio.Lock()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -329,11 +354,16 @@ class Gateway:
         ]
         return (ready, reason) if not ready or turning else (False, "every decode worker is stuck in a step")
 
-    def metrics_page(self) -> bytes:
+    async def metrics_page(self) -> bytes:
+        """Workers are asked at most every METRICS_AGE_S, however many scrape."""
+        async with self._asking_workers:
+            if self._clock.now() - self._asked_at_s >= METRICS_AGE_S:
+                self._of_workers = await self.workers.metrics()
+                self._asked_at_s = self._clock.now()
         states = Counter(
             (member.role, "silent" if worker in self._silent else "live") for worker, member in self._members.items()
         )
-        return self.metrics.page(len(self._running), states)
+        return self.metrics.page(len(self._running), states, self._of_workers)
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]

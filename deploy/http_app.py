@@ -25,6 +25,7 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
+from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
@@ -39,6 +40,7 @@ from baton.deploy.openai_replies import (
 )
 
 CLIENT_CLOSED_REQUEST = 499
+MAX_TRACE_S = 60.0
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 _log = EventLog("baton.http")
@@ -75,7 +77,9 @@ class HttpApi:
             "/version": self.version,
             "/status": self.status,
             "/kv/{worker}/{page}": self.page_owner,
+            "/handoffs/{worker}": self.handoffs,
         }
+        app.add_api_route("/trace", self.trace, methods=["POST"])
         app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
         app.add_api_route("/v1/sessions/{session_id}", self.close_session, methods=["DELETE"])
         for path, handler in pages.items():
@@ -169,7 +173,7 @@ class HttpApi:
         return _json({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
 
     async def metrics(self) -> Response:
-        return Response(self._gateway.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._gateway.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self) -> Response:
         return _json({"version": self._gateway.version, "model": self._gateway.model.name})
@@ -180,6 +184,17 @@ class HttpApi:
     async def page_owner(self, worker: str, page: int, component: Component | None = None) -> Response:
         """Who holds one KV page or state slot of a worker, and its last transitions."""
         return _json({"owner": await self._gateway.workers.page_owner(worker, page, component)})
+
+    async def handoffs(self, worker: str) -> Response:
+        """A worker's last hand-offs and the open ones, with the times of their lives."""
+        return _json(await self._gateway.workers.handoffs(worker))
+
+    async def trace(self, seconds: float = 5.0) -> Response:
+        """Chrome trace events of all workers, of so many seconds from now on: opens in ui.perfetto.dev."""
+        if not 0.0 < seconds <= MAX_TRACE_S:
+            reason = f"a trace takes up to {MAX_TRACE_S:.0f} seconds"
+            raise RequestError(ErrorCode.INVALID_REQUEST, reason, "seconds")
+        return _json(chrome_trace(await self._gateway.workers.record(seconds)))
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

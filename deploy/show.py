@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from baton.common.kv.layout import Component
 from baton.common.units import format_bytes
 from baton.deploy.client import Answer, Client
+from baton.deploy.show_handoffs import print_flows
+from baton.deploy.show_parts import account_of, make_table
 from baton.deploy.status import GatewayStatus, WorkerAccount
+from baton.transfer.reports import HandoffTimes
 
 PAGE_CLASSES = ("free", "cached", "cached_locked", "request", "session", "incoming", "outgoing", "quarantined")
 _SHORT = {"cached_locked": "locked", "incoming": "in", "outgoing": "out"}
@@ -33,6 +35,18 @@ def fetch_page_owner(url: str, worker: str, page: int, component: str | None) ->
         return client.page_owner(worker, page, component)
 
 
+def fetch_handoffs(url: str, worker: str) -> list[HandoffTimes]:
+    """Raises ClusterUnreachable, RequestError."""
+    with Client(url, timeout_s=15.0) as client:
+        return client.handoffs(worker)
+
+
+def fetch_trace(url: str, seconds: float) -> bytes:
+    """Raises ClusterUnreachable, RequestError."""
+    with Client(url, timeout_s=seconds + 30.0, retries=0) as client:
+        return client.trace(seconds)
+
+
 def print_json(value: object) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
@@ -43,7 +57,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         f"[bold]{status.model}[/], at most {status.max_model_len} tokens; baton {status.version}; {ready}; "
         f"{status.requests.running} requests running, {status.requests.queued} waiting\n"
     )
-    table = _table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages available", ">of")
+    table = make_table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages available", ">of")
     for worker in status.workers:
         load = worker.load
         state = "[red]silent[/]" if worker.silent else "draining" if load.draining else "ok"
@@ -56,17 +70,18 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         console.print()
         print_lanes(status, console)
     if status.details:
+        print_flows(status, console)
         console.print()
         print_census(status, console)
 
 
 def print_lanes(status: GatewayStatus, console: Console) -> None:
     """The lane of each pair of workers, and what it has carried."""
-    table = _table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes")
+    table = make_table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes")
     for use in status.lanes:
         others = [
             f"{lane.lane} {lane.status}" + (f" ({lane.reason})" if lane.reason else "")
-            for lane in _account(status, use.decode_worker).lanes
+            for lane in account_of(status, use.decode_worker).lanes
             if lane.peer == use.prefill_worker and lane.lane != use.lane
         ]
         table.add_row(
@@ -83,9 +98,9 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
 def print_census(status: GatewayStatus, console: Console) -> None:
     """Who owns the pages of every worker that has some; a line for each component, unless all layers attend to
     everything."""
-    table = _table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
+    table = make_table("Pages", "worker", *(f">{_SHORT.get(name, name)}" for name in PAGE_CLASSES), ">total", "")
     for worker in status.workers:
-        account = _account(status, worker.worker)
+        account = account_of(status, worker.worker)
         censuses = _censuses(account)
         if list(censuses) == [Component.FULL]:
             censuses = {worker.worker: account.census}
@@ -104,9 +119,11 @@ def print_census(status: GatewayStatus, console: Console) -> None:
 
 def _print_tiers(status: GatewayStatus, console: Console) -> None:
     """What lies below the pools, where there is anything."""
-    table = _table("Tiers", "worker", "level", ">used", ">of", ">read", ">missed", ">written", ">damaged", ">failed")
+    table = make_table(
+        "Tiers", "worker", "level", ">used", ">of", ">read", ">missed", ">written", ">damaged", ">failed"
+    )
     for worker in status.workers:
-        counters = _account(status, worker.worker).counters
+        counters = account_of(status, worker.worker).counters
         for level in LEVELS:
             if f"tiers.{level}.{LEVEL_COUNTERS[0]}" in counters:
                 used, capacity, *counts = (counters[f"tiers.{level}.{name}"] for name in LEVEL_COUNTERS)
@@ -125,13 +142,13 @@ def unaccounted(census: dict[str, int]) -> int:
 
 
 def all_accounted(status: GatewayStatus) -> bool:
-    accounts = [_account(status, worker.worker) for worker in status.workers]
+    accounts = [account_of(status, worker.worker) for worker in status.workers]
     return not any(unaccounted(census) for account in accounts for census in _censuses(account).values())
 
 
 def all_idle(status: GatewayStatus) -> bool:
     """Every worker that has pages told of them, and all are free or cached."""
-    accounts = [_account(status, worker.worker) for worker in status.workers if worker.role in ("prefill", "decode")]
+    accounts = [account_of(status, worker.worker) for worker in status.workers if worker.role in ("prefill", "decode")]
     return bool(accounts) and all(
         account.census and all(is_idle(census) for census in _censuses(account).values()) for account in accounts
     )
@@ -144,11 +161,11 @@ def _censuses(account: WorkerAccount) -> dict[str, dict[str, int]]:
 
 def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> None:
     """Per request, where its time went and what was moved for it. `answers`: (name, answer)."""
-    times = _table(
+    times = make_table(
         "Where the time went, in ms", "request", ">queue", ">reserve", ">prefill", ">transfer", ">scatter", ">decode",
         ">first", ">total", ">out", ">tok/s",
     )  # fmt: skip
-    moves = _table(
+    moves = make_table(
         "What was moved, in tokens", "request", ">prompt", ">here", ">cached", ">moved", ">found", ">bytes", "lane",
         "from", "to",
     )  # fmt: skip
@@ -244,18 +261,5 @@ def timing_line(answer: Answer) -> str:
     return " · ".join(parts)
 
 
-def _account(status: GatewayStatus, worker: str) -> WorkerAccount:
-    return msgspec.convert(status.details.get(worker, {}), WorkerAccount)
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Columns that begin with ">" are numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="dim", no_wrap=True)
-    return table

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from baton.common.kv.layout import Component
 from baton.common.messages import Load
+from baton.transfer.reports import Flow
 
 
 class LaneUse(Struct, frozen=True, kw_only=True):
@@ -61,4 +62,5 @@ class WorkerAccount(Struct, frozen=True, kw_only=True):
     census: dict[str, int] = {}
     components: dict[str, dict[str, int]] = {}  # those of the others
     lanes: list[LaneState] = []
+    flows: list[Flow] = []
     counters: dict[str, int] = {}

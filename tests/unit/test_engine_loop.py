@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,9 +15,11 @@ from baton.common.engine.batch import Batch, BatchRow, StepResult, Ticket, pack_
 from baton.common.engine.core_api import Drain, FromPeer
 from baton.common.engine.fake_runner import FakeRunner, fake_runner
 from baton.common.engine.loop import EngineLoop, Inbox
+from baton.common.engine.trace import EngineTrace
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import Holding
 from baton.common.messages import FinishAck, Load
+from baton.common.trace import Passage, Recorder, Slice
 
 WAIT_S = 10.0
 SENDER = Stamp(WorkerId("gateway-0"), 1, Epoch(5))
@@ -119,6 +122,30 @@ def test_events_reach_the_core_in_order_on_the_engine_thread(bench: Bench) -> No
         assert bench.loop.deliver(event)
     assert [bench.next() for _ in range(3)] == [("handled", "a"), ("handled", "b"), ("handled", Drain())]
     assert bench.core.threads == {"engine"}
+
+
+def test_a_recorded_thread_tells_its_slices_one_after_the_other(bench: Bench) -> None:
+    recorder = Recorder()
+    clock = MonotonicClock()
+    trace = EngineTrace(recorder, clock, lambda item: "h1" if item == "step" or item == ("stepped", (1,)) else "")
+    bench.loop.trace(trace).result(WAIT_S)
+    bench.loop.deliver("step")
+    assert bench.next() == ("handled", "step")
+    assert bench.next() == ("stepped", (1,))
+    bench.loop.trace(None).result(WAIT_S)
+    bench.loop.deliver("step")
+    assert [bench.next() for _ in range(2)] == [("handled", "step"), ("stepped", (1,))]
+    bench.loop.call(lambda: None).result(WAIT_S)
+    items = recorder.take().items
+    slices = [item for item in items if isinstance(item, Slice)]
+    assert [one.name for one in slices if one.name != "plan"] == ["decode", "outcome"], "and nothing after the end"
+    [step] = [one for one in slices if one.name == "decode"]
+    assert step.args == {"rows": 1, "tokens": 1}
+    for before, after in itertools.pairwise(slices):
+        assert before.begin_s <= before.end_s <= after.begin_s
+    passages = [item for item in items if isinstance(item, Passage)]
+    assert [one.flow for one in passages] == ["h1", "h1"]  # the event that came in, the effect that went out
+    assert all(any(one.begin_s <= passage.at_s <= one.end_s for one in slices) for passage in passages)
 
 
 def test_steps_run_and_are_counted(bench: Bench) -> None:

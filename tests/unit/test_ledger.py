@@ -293,7 +293,7 @@ def test_a_recorder_gets_each_region_and_each_hand_off() -> None:
     recorder = pair.ledger(DECODE).trace = Recorder()
     pair.hand_over(1, pages=7)
     regions = [item for item in recorder.take().items if isinstance(item, Interval) and item.track == "wire zmq"]
-    [whole] = [item for item in recorder.take().items if isinstance(item, Interval) and item.track == "hand-offs"]
+    [whole] = [item for item in recorder.take().items if isinstance(item, Interval) and item.track == "hand-offs in"]
     assert [region.args["seq"] for region in regions] == [0, 1, 2, 3]
     assert all(whole.begin_s < region.begin_s < region.end_s <= whole.end_s for region in regions)
     assert (whole.args["bytes"], whole.args["failure"]) == (700, "")

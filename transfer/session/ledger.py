@@ -267,7 +267,7 @@ class Ledger:
                 "bytes": nbytes,
                 "from": total.peer,
             }
-            self.trace.interval(f"wire {total.lane}", "region", since_s, now, args)
+            self.trace.interval(f"wire {total.lane}", since_s, now, args)
 
     def _region_damaged(self, record: _Record, seq: int, now: float) -> None:
         if record.begun.pop(seq, None) is not None:
@@ -327,7 +327,7 @@ class Ledger:
                 "handoff": handoff_name(record.key), "request": record.request_id, "peer": total.peer,
                 "lane": total.lane, "tokens": record.tokens, "bytes": record.nbytes, "failure": _told(record.failure),
             }  # fmt: skip
-            self.trace.interval("hand-offs", f"hand-off {total.direction}", record.begun_at_s, now, args)
+            self.trace.interval(f"hand-offs {total.direction}", record.begun_at_s, now, args)
 
     def _total(self, peer: WorkerId, lane: str, direction: Direction) -> _Total:
         total = self._totals.get((peer, lane, direction))
