@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import zmq
 
+from baton.common.config import TransferConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.kv.layout import Component
+from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import LaneAddress
+from baton.transfer.mesh import ClusterKeys
+from baton.transfer.session.effects import FenceSource, SinkLaneFailed, SourceFenced
 from baton.transfer.testing import TransportContract
-from baton.transfer.testing_ends import FULL_ONLY, End, KvSpec, random_pool
+from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, random_pool
 from baton.transfer.transports import tcp
 from baton.transfer.transports.base import Ended, LinkDown, LinkUp, Placed, Rows, Sent, TransportEvent, WakeSource
 from baton.transfer.transports.tcp import TcpTransport
@@ -407,6 +410,64 @@ def test_a_link_that_is_opened_again_replaces_the_one_before(sink: Side, source:
     connect(sink, source)
     assert Ended(1, "opened again", peer_lost=False) in sink.events
     move(sink, source, 20)
+
+
+# ------------------------------------------------------------------------------------ fences of the data plane
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    """Regions that are larger than what a connection swallows at once."""
+    keys, kv = ClusterKeys.generate(), KvSpec(KvLayout(4), ((PAGES, PAGE_BYTES),))
+    config = TransferConfig(digest="full", lanes=("tcp",), credit_regions=2)
+    sink = End(EndSpec("sink", 7, "tcp", keys, config, kv))
+    source = End(EndSpec("source", 8, "tcp", keys, config, kv, fill=1))
+    sink.set_peers([source.member])
+    yield sink, source
+    sink.close()
+    source.close()
+
+
+def half_way(sink: End, source: End) -> HandOff:
+    """A hand-off of one region, of which some pages have arrived and others have not."""
+    hand_off = HandOff(sink, source, LARGE, LARGE[::-1])
+    hand_off.prepare()
+    hand_off.move(0, slice(0, len(LARGE)))
+    assert pump([source, sink], lambda: bool(sink.pool[LARGE[-1]].any()))
+    assert not sink.pool[LARGE[0]].any()
+    return hand_off
+
+
+def test_a_fence_gives_the_sinks_pages_back_at_once(ends: tuple[End, End]) -> None:
+    sink, source = ends
+    hand_off = half_way(sink, source)
+    hand_off.fence()
+    sink.pool[:] = 9  # another request's
+    second = HandOff(sink, source, LARGE[:4], SMALL[:1].repeat(4) + np.arange(4, dtype=np.int32))
+    second.prepare()
+    second.move(0, slice(0, 4))
+    assert pump([sink, source], lambda: second.landed() == {0}), "the link did not survive"
+    assert (sink.pool[: SMALL[0]] == 9).all(), "late bytes reached a page"
+    assert np.array_equal(sink.pool[second.sink_pages], source.pool[second.source_pages])
+    assert not hand_off.landed()
+    assert not sink.operations()
+
+
+def test_a_fence_gives_the_sources_pages_back_at_once(ends: tuple[End, End]) -> None:
+    sink, source = ends
+    hand_off = half_way(sink, source)
+    source.execute(FenceSource(hand_off.key))
+    assert hand_off.of(SourceFenced)
+    source.pool[:] = 9  # another request's
+    assert pump([sink, source], lambda: bool(hand_off.of(SinkLaneFailed)))
+    assert not (sink.pool == 9).all(axis=1).any(), "pages were read after the fence"
+    assert not hand_off.landed()
+    assert not source.operations()
+    hand_off.fence()
+    second = HandOff(sink, source, LARGE[:4], LARGE[:4])
+    second.prepare()
+    second.move(0, slice(0, 4))
+    assert pump([sink, source], lambda: second.landed() == {0}), "the link did not survive"
 
 
 # -------------------------------------------------------------------------------------------------- who is let in

@@ -69,7 +69,10 @@ MAX_ASKED = 1 << 16
 _BACKLOG = 128
 _READ_AHEAD_BYTES = 64 * FRAME_BYTES
 _SCRAP_BYTES = 1 << 18
-_UNSENT_BYTES = 256 << 10
+_UNSENT_BYTES = 512 << 10
+"""So much the kernel takes ahead of the wire: fewer turns with more, but then it no longer fits the core's cache."""
+_WAKE_BYTES = 512 << 10
+"""So much of a region that is coming in is waited for: a turn of the owner costs as much as copying that."""
 _LATE_CHECK_S = 1.0
 _TCP_NOTSENT_LOWAT = 25
 _KEEPALIVE = {
@@ -349,27 +352,36 @@ class TcpTransport:
     # ------------------------------------------------------------------------------- receiver, internal
 
     def _serve_stream(self, stream: _Stream) -> None:
-        if not stream.connected:
+        coming = stream.coming
+        if coming is not None and coming.left > 0:
+            self._read_region(stream, coming)
+        elif stream.proven:
+            self._read_frames(stream)
+        elif stream.connected:
+            self._hear_welcome(stream)
+        else:
             stream.wire.check_connected()
             stream.connected = True
             stream.hello = self._prover.hello(stream.link.peer, stream.number)
             stream.wire.say(stream.hello)
-        elif stream.coming is not None and stream.coming.left > 0:
-            self._read_region(stream, stream.coming)
-        elif not stream.proven:
-            stream.wire.fill(stream.wire.missing(PROOF_BYTES))
-            welcome = stream.wire.take(PROOF_BYTES)
-            if welcome is not None:
-                stream.wire.say(self._prover.proof(stream.link.peer, stream.hello, welcome))
-                stream.proven = True
-                self._check_up(stream.link)
-        else:
-            stream.wire.fill(stream.wire.missing(FRAME_BYTES))
-            message = stream.wire.take(FRAME_BYTES)
-            if message is not None:
-                self._on_answer(stream, TcpFrame.unpack(message))
-        stream.wire.say()
-        self._listen_for_room(stream)
+        if stream.wants_room:
+            stream.wire.say()
+            self._listen_for_room(stream)
+
+    def _hear_welcome(self, stream: _Stream) -> None:
+        stream.wire.fill(stream.wire.missing(PROOF_BYTES))
+        welcome = stream.wire.take(PROOF_BYTES)
+        if welcome is not None:
+            stream.wire.say(self._prover.proof(stream.link.peer, stream.hello, welcome))
+            stream.proven = True
+            self._check_up(stream.link)
+
+    def _read_frames(self, stream: _Stream) -> None:
+        """Behind an END there is at most a DATA to be read before bytes of a region."""
+        wire = stream.wire
+        wire.fill(wire.missing(FRAME_BYTES if stream.coming is None else 2 * FRAME_BYTES))
+        while (message := wire.take(FRAME_BYTES)) is not None:
+            self._on_answer(stream, TcpFrame.unpack(message))
 
     def _check_up(self, link: _Link) -> None:
         if all(stream.proven for stream in link.streams):
@@ -404,6 +416,7 @@ class TcpTransport:
         coming.left -= nbytes
         if coming.into is not None:
             coming.into.done += nbytes
+        stream.wire.wake_at(max(1, min(coming.left, _WAKE_BYTES)))
 
     def _end_wanted(self, wanted: _Wanted, event: Placed | Ended) -> None:
         del self._wanted[wanted.op], wanted.stream.wanted[wanted.tag]
@@ -559,8 +572,8 @@ def _listen(host: str) -> socket.socket:
 
 
 def _tune(connection: socket.socket) -> None:
-    """Small frames leave at once; a dead peer is noticed; and little waits in the kernel that a cancelled region would
-    leave there, without a bound on what may be under way on a long wire."""
+    """Small frames leave at once; a dead peer is noticed; little waits to be sent, without a bound on what is under way
+    on a long wire."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -122,7 +122,7 @@ class Prover:
         return body if hmac.compare_digest(message[:_MAC_BYTES], self._mac(kind, before, body)) else b""
 
     def _mac(self, kind: bytes, before: bytes, body: bytes) -> bytes:
-        return hmac.digest(self._key, kind + struct.pack("<I", len(before)) + before + body, hashlib.sha256)
+        return hmac.digest(self._key, b"tcp " + kind + struct.pack("<I", len(before)) + before + body, hashlib.sha256)
 
 
 class Vectors:
@@ -194,6 +194,7 @@ class Wire:
         self._socket = connection
         self._heard = bytearray()
         self._to_say = bytearray()
+        self._wake_at = 1
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -247,6 +248,12 @@ class Wire:
             return
         except OSError as error:
             raise Gone(f"connection lost: {error.strerror}") from error
+
+    def wake_at(self, nbytes: int) -> None:
+        """Nothing is to be read before so many bytes are there, or the connection is over."""
+        if nbytes != self._wake_at:
+            self._wake_at = nbytes
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def receive(self, pieces: list[memoryview]) -> int:
         """How many bytes have come into `pieces`."""
