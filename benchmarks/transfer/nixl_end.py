@@ -68,7 +68,7 @@ class NixlEnd:
             "check": self._check,
             "post": self._post,
             "stop_when": self._stop_when,
-            "done": self._wait_done,
+            "serve": self._serve,
             "reuse": self._reuse,
             "foreign": self._count_foreign,
         }
@@ -76,7 +76,7 @@ class NixlEnd:
     # ------------------------------------------------------------------------------------- measurement
 
     def _begin(self, message: Message) -> Message:
-        """The passive end makes progress until the next command: its own way of being told, and of serving TCP."""
+        """Until "end" the passive end makes progress: so it is told, and over TCP it serves."""
         self._meter.restart()
         self._notified = 0
         self._wanted = message["concurrent"]
@@ -85,7 +85,8 @@ class NixlEnd:
         spin = self._spec["spin"] or (small and not self._spec["progress_thread"])
         while not self._control.readable(0.0 if spin else 0.001):
             self._take_notifications()
-        return self._control.receive() and self._end(message)
+        self._control.receive()
+        return self._end(message)
 
     def _end(self, message: Message) -> Message:
         deadline_s = time.monotonic() + WAIT_S
@@ -135,11 +136,12 @@ class NixlEnd:
         os.kill(message["pid"], signal.SIGSTOP)
         return {"landed": landed}
 
-    def _wait_done(self, message: Message) -> Message:
-        """Serves until the next command, as a live peer would."""
+    def _serve(self, message: Message) -> Message:
+        """Until "end": as a live peer would."""
         self._control.send({})
         while not self._control.readable(0.0):
             self._take_notifications()
+        self._control.receive()
         return {}
 
     def _reuse(self, message: Message) -> Message:
