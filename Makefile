@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-engine bench-pd bench-prefix clean
+.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
 
 setup: $(READY)
 
@@ -57,6 +57,8 @@ references: $(READY)
 bench: bench-transfer bench-engine bench-pd bench-prefix
 bench-transfer: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
+bench-late-write: $(READY) .venv-bench/.ready
+	$(BIN)/python -m benchmarks.late_write --write docs/benchmarks/late-write.md
 bench-engine: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
 bench-pd: $(READY)

@@ -11,15 +11,15 @@ import argparse
 from pathlib import Path
 
 from benchmarks.transfer import late, report
-from benchmarks.transfer.legs import baton_legs
+from benchmarks.transfer.legs import baton_legs, chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help='"baton", or a part of the names of the lanes to run, without NIXL')
+    parser.add_argument("--only", default="", help='"baton", or the lanes to run, without NIXL')
     parser.add_argument("--write", type=Path, help="the document to write")
     arguments = parser.parse_args()
-    legs = [leg for leg in baton_legs() if arguments.only in ("", "baton") or arguments.only in leg.name]
+    legs = baton_legs() if arguments.only in ("", "baton") else chosen(baton_legs(), arguments.only)
     results = late.measure(legs, nixl=not arguments.only)
     text = "\n".join(late.document(results, report.machine()))
     print(text)

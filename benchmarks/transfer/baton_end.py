@@ -49,7 +49,7 @@ PING = FinishAck(request_id=RequestId("ping"), placement=0)
 
 class BatonEnd:
     """`spec`: side, worker, peers, lane, keys (or null), hub, members, page_bytes, pool_bytes, dead_after_s,
-    environment, profile (a file, or "")."""
+    environment, profile (a folder, or "")."""
 
     def __init__(self, control: Control) -> None:
         spec = control.spec
@@ -103,6 +103,7 @@ class BatonEnd:
             "stop_when": self._stop_when,
             "outcome": self._outcome,
             "source_log": self._take_source_log,
+            "forget_log": self._forget_source_log,
             "reuse_when_over": self._reuse_source_when_over,
             "reuse": self._reuse,
             "foreign": self._count_foreign,
@@ -163,14 +164,15 @@ class BatonEnd:
         return {}
 
     def _stop_when(self, message: Message) -> Message:
-        """SIGSTOP for process `pid` (perhaps this one) as soon as `landed` pages have been written."""
+        """SIGSTOP for process `pid` (perhaps this one) as soon as `landed` pages have been written. The answer says
+        whether the hand-off was over before."""
         ids = self._my_opened()
-        deadline_s = time.monotonic() + WAIT_S
         while (landed := pages.landed_pages(self.pool, ids)) < message["landed"]:
-            assert time.monotonic() < deadline_s, f"{landed} pages landed"
+            if not self._events.empty():
+                return {"landed": landed, "over": True}
             time.sleep(0.0002)  # leaves the interpreter to the I/O thread
         os.kill(message["pid"], signal.SIGSTOP)
-        return {"landed": landed}
+        return {"landed": landed, "over": False}
 
     def _outcome(self, message: Message) -> Message:
         """How the opened hand-off ended, and how many of the pages that it says are valid are not."""
@@ -185,6 +187,12 @@ class BatonEnd:
         """What the source's engine was told; waits up to `wait_s` for its pages to come back."""
         self._source_over.wait(message["wait_s"])
         return {"log": [name for name, _ in self._source_log], "over": self._source_over.is_set()}
+
+    def _forget_source_log(self, message: Message) -> Message:
+        """What follows is about the next hand-off."""
+        self._source_log.clear()
+        self._source_over.clear()
+        return {}
 
     def _reuse_source_when_over(self, message: Message) -> Message:
         self._opened = message
@@ -244,19 +252,23 @@ class BatonEnd:
             assert isinstance(event, MembershipView), event
 
 
-def _profile_threads(path: str) -> Callable[[], None]:
-    """Profiles every thread that starts from now on (the I/O thread is the only one with work). Returns what writes
-    the file, for after their end."""
-    if not path:
+def _profile_threads(folder: str) -> Callable[[], None]:
+    """Profiles every thread that starts from now on, each by itself. Returns what writes their files, for after their
+    end. What waits costs nothing: the clock is the thread's own."""
+    if not folder:
         return lambda: None
-    profiler = cProfile.Profile(time.thread_time)  # what waits costs nothing
+    profilers: list[tuple[str, cProfile.Profile]] = []
 
     def enable(*_: object) -> None:
-        profiler.enable()
+        profilers.append((threading.current_thread().name, cProfile.Profile(time.thread_time)))
+        profilers[-1][1].enable()
+
+    def write() -> None:
+        for name, profiler in profilers:
+            profiler.dump_stats(Path(folder) / name)
 
     threading.setprofile(enable)
-    Path(path).unlink(missing_ok=True)
-    return lambda: profiler.dump_stats(path)
+    return write
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ Owns: the list, and how each is started. Settings of the peers are those with wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from baton.common.config import LANES
 from benchmarks.transfer.children import PEERS, Child, EndFailed, Pair, baton_ends, join
@@ -77,6 +77,9 @@ class MooncakeLeg(Leg):
         return _peer_pair("mooncake_end", {"page_bytes": page_bytes, "pool_bytes": pool_bytes}, "target")
 
 
+LegT = TypeVar("LegT", bound=Leg)
+
+
 def baton_legs() -> list[BatonLeg]:
     legs: list[BatonLeg] = []
     for lane in LANES:
@@ -90,6 +93,11 @@ def baton_legs() -> list[BatonLeg]:
             case _:
                 legs.append(BatonLeg(lane, "tcp" if lane == "tcp" else "host", lane))
     return legs
+
+
+def chosen(legs: Sequence[LegT], only: str) -> list[LegT]:
+    """The leg of that name; else all whose names contain it."""
+    return [leg for leg in legs if leg.name == only] or [leg for leg in legs if only in leg.name]
 
 
 def peer_legs() -> list[Leg]:

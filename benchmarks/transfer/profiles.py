@@ -1,0 +1,90 @@
+"""What bounds each lane: where the I/O threads of both sides spend their CPU time during large hand-offs.
+
+Owns: runs of their own, for a profile slows what it looks at; and the table made of them.
+"""
+
+from __future__ import annotations
+
+import pstats
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.transfer.children import EndFailed, Pair, baton_ends
+from benchmarks.transfer.legs import BatonLeg
+from benchmarks.transfer.report import size_name, table
+
+MOST_NAMED = 6
+LEAST_SHARE = 0.03
+
+
+def measure(legs: list[BatonLeg], page_bytes: int, handoff_bytes: int, seconds: float) -> list[str]:
+    """The section of the document: each leg moves hand-offs for about `seconds`."""
+    rows = []
+    for leg in legs:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                wall_s = _run(leg, page_bytes, handoff_bytes, seconds, folder)
+            except EndFailed as failure:
+                rows.append([leg.name, "", "", str(failure)])
+                continue
+            for path in sorted(Path(folder).glob("*/*"), reverse=True):
+                busy_s, shares = _shares(path)
+                if busy_s >= LEAST_SHARE * wall_s:
+                    rows.append(
+                        [leg.name, f"{path.parent.name}, {path.name}", f"{100 * busy_s / wall_s:.0f} %", shares]
+                    )
+    return [
+        "## What bounds each lane",
+        "",
+        "CPU time of each Python thread by file, profiled (cProfile) during hand-offs of"
+        f" {size_name(handoff_bytes)} in pages of {size_name(page_bytes)}, one after the other. A thread that is busy"
+        " all the time bounds the lane; where none is, they wait for each other, for a core, or for a library's own"
+        " threads. A call into compiled code is counted where it is made.",
+        "",
+        *table(["lane", "thread", "busy", "of that"], rows),
+    ]
+
+
+def _run(leg: BatonLeg, page_bytes: int, handoff_bytes: int, seconds: float, folder: str) -> float:
+    """Returns how long hand-offs were under way."""
+    for side in ("source", "target"):
+        (Path(folder) / side).mkdir()
+    (source,), (target,) = baton_ends(
+        leg.lane,
+        page_bytes,
+        2 * handoff_bytes,
+        encrypted=leg.encrypted,
+        environment=leg.environment,
+        profile=folder,
+    )
+    pair = Pair(source, target, "target", stop_between_turns=False)
+    wall_s = 0.0
+    try:
+        while wall_s < seconds:
+            wall_s += pair.move(handoff_bytes // page_bytes, 1, first=round(wall_s * 1e6)).took_s
+    finally:
+        pair.close()
+    return wall_s
+
+
+def _shares(path: Path) -> tuple[float, str]:
+    """CPU seconds of a profiled thread, and which files most of them went into."""
+    own: Counter[str] = Counter()
+    for place, values in pstats.Stats(str(path)).stats.items():  # type: ignore[attr-defined]
+        own[_name(place)] += values[2]
+    busy_s = sum(own.values())
+    named = [
+        f"{100 * seconds / busy_s:.0f} % {name}"
+        for name, seconds in own.most_common(MOST_NAMED)
+        if seconds >= LEAST_SHARE * busy_s
+    ]
+    return busy_s, ", ".join(named)
+
+
+def _name(place: tuple[str, int, str]) -> str:
+    """A function of the interpreter itself, or the file of any other."""
+    path, _, function = place
+    if path == "~":
+        return f"`{function.removeprefix('<').removesuffix('>').removeprefix('built-in method ')}`"
+    return f"`{Path(path).parent.name}/{Path(path).name}`"
