@@ -93,6 +93,9 @@ class KvConfig:
 class PrefillConfig:
     chunk_tokens: int = 512  # most query tokens in one step, over all its rows
     max_queued_requests: int = 256
+    # A prompt's last pages are sent in so many groups of layers, each as soon as it is computed; adaptive: for each
+    # prompt as many as pay off, by the lane's speed and the time that the chunk takes.
+    layer_groups: Literal["adaptive"] | int = "adaptive"
     grace_s: float = 5.0  # what was computed for a decode worker that was lost is kept so long for the next; 0: not
 
 
@@ -211,9 +214,13 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(name, value, "expected a list")
         item = typing.get_args(hint)[0]
         return tuple(_convert(item, one, name) for one in value)
-    if origin is types.UnionType:
-        inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return None if value is None else _convert(inner[0], value, name)
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(hint)
+        words = [option for option in options if typing.get_origin(option) is Literal]
+        inner = [option for option in options if option is not type(None) and option not in words]
+        if value is None and type(None) in options:
+            return None
+        return _convert((words if words and isinstance(value, str) else inner)[0], value, name)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
@@ -298,6 +305,7 @@ def _validate_tiers(kv: KvConfig) -> None:
 
 
 def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
+    groups = config.prefill_worker.layer_groups
     return [
         ("model.max_model_len", config.model.max_model_len),
         ("kv.pool_bytes", config.kv.pool_bytes),
@@ -309,6 +317,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("kv.tiers.max_queued_jobs", config.kv.tiers.max_queued_jobs),
         ("prefill_worker.chunk_tokens", config.prefill_worker.chunk_tokens),
         ("prefill_worker.max_queued_requests", config.prefill_worker.max_queued_requests),
+        ("prefill_worker.layer_groups", None if groups == "adaptive" else groups),
         ("decode_worker.max_running_requests", config.decode_worker.max_running_requests),
         ("decode_worker.max_queued_requests", config.decode_worker.max_queued_requests),
         ("decode_worker.chunk_tokens", config.decode_worker.chunk_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.common.config import ClusterConfig
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
@@ -15,7 +16,13 @@ class DecodeActor(WorkerActor):
     """Owns requests, asks prefill workers for their KV, and produces the answers."""
 
     def make_core(
-        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+        self,
+        stamp: Stamp,
+        pool: KvPool,
+        memory: KvMemory,
+        config: ClusterConfig,
+        max_context_len: int,
+        page_keys: PageKeys | None,
     ) -> EngineCore:
         own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
         return DecodeCore(stamp, pool, own, transfer, max_context_len, tiers, page_keys)

@@ -553,6 +553,9 @@ class DecodeCore:
         self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
         request.session_protected_len = None
 
+    def on_layers(self, layers: int, now: float) -> list[object]:
+        raise AssertionError("a decode worker's steps ask for no reports")
+
     def on_step(self, result: StepResult, now: float) -> list[object]:
         rows, chunks = self._compute.collect()
         assert len(result.keys) == len(rows) + len(chunks), "the result of another step"

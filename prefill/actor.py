@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from baton.common.config import ClusterConfig
+from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.keys import PageKeys
 from baton.prefill.core import PrefillCore
+from baton.prefill.pipelining import LayerGroups
 from baton.transfer.worker import WorkerActor
 
 
@@ -15,9 +17,16 @@ class PrefillActor(WorkerActor):
     """Computes prompts and hands their KV over."""
 
     def make_core(
-        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+        self,
+        stamp: Stamp,
+        pool: KvPool,
+        memory: KvMemory,
+        config: ClusterConfig,
+        max_context_len: int,
+        page_keys: PageKeys | None,
     ) -> EngineCore:
-        return PrefillCore(pool, config.prefill_worker)
+        worker = config.prefill_worker
+        return PrefillCore(pool, worker, LayerGroups.of(memory, worker.layer_groups))
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.prefill_worker.max_queued_requests

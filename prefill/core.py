@@ -1,7 +1,8 @@
 """The brain of a prefill worker: computes the KV that decode workers ask for and ships it while computing on.
 
 Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Parts: `request`
-(one offer and its states, with a picture), `grace` (those whose receiver was lost). Never: talks to a socket, frees a
+(one offer and its states, with a picture), `grace` (those whose receiver was lost), `pipelining` (what is sent in the
+middle of a step). Never: talks to a socket, frees a
 page that a peer may still read, or holds KV for a request that has nowhere to go beyond `grace_s`.
 
 Invariants:
@@ -10,11 +11,12 @@ F1. All pages of a request are promised before its first chunk is computed: a ha
 F2. Pages are given back, or shipped again, after SourceReleased or SourceAborted and not before, and never given back
     while a launched step uses them.
 F3. What is shipped lies in pages that stay where they are: a chunk is offered to the prefix tree (which may replace
-    pages by its own) before it is shipped, and what the tree did not take then only after the last chunk.
+    pages by its own) before it is shipped, and what the tree did not take then only after the last chunk. What is
+    shipped by layers, while it is computed, the tree is offered when the hand-off has ended.
 F4. A request is computed in chunks whose boundaries are page-aligned, except the last. Of a model with recurrent layers
     one of them ends where others can go on: at the last whole page before the last token.
-F5. Pages of full attention are shipped while later chunks compute; what sliding and recurrent layers keep is only known
-    after the last chunk, and shipped then.
+F5. Pages of full attention are shipped while later chunks compute, and those of the last chunk while its later layers
+    do, where that pays; what sliding and recurrent layers keep is only known after the last chunk, and shipped then.
 F6. What is kept without a receiver delays nobody: its pages go to the first offer that lacks some, and a step computes
     it in what the others leave of its budget.
 """
@@ -22,6 +24,7 @@ F6. What is kept without a receiver delays nobody: its pages go to the first off
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import assert_never
 
 from baton.common.config import PrefillConfig
@@ -36,7 +39,9 @@ from baton.common.kv.census import Holding
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
 from baton.common.messages import Failure, Load
+from baton.common.units import pages_for_tokens
 from baton.prefill.grace import KeptRequests, is_receiver_lost, serves
+from baton.prefill.pipelining import ONE_GROUP, LayerGroups
 from baton.prefill.request import (
     Ended,
     HandingOff,
@@ -65,9 +70,11 @@ PrefillEffect = ShipRegion | FinishSource | AbortSource
 class PrefillCore:
     """`EngineCore` of a prefill worker."""
 
-    def __init__(self, pool: KvPool, config: PrefillConfig) -> None:
+    def __init__(self, pool: KvPool, config: PrefillConfig, layer_groups: LayerGroups = ONE_GROUP) -> None:
         self.pool = pool
         self._config = config
+        self._layer_groups = layer_groups
+        self._token_s = 0.0  # about what a step takes per token, lately; 0.0: not known
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
         self._prefilling: list[SourceRequest] = []  # in order of arrival
@@ -277,7 +284,37 @@ class PrefillCore:
             rows.append(chunk_row(self.pool, record, request.number, request.offer.tokens, end, sampling))
             self._launched[request.number] = (request, end)
         copies = self.pool.take_state_copies(request.record for request, _ in self._launched.values())
-        return pack_batch(rows, self.pool.page_size, copies) if rows else None
+        return pack_batch(rows, self.pool.page_size, copies, self._plan_reports(rows)) if rows else None
+
+    def _plan_reports(self, rows: list[BatchRow]) -> tuple[int, ...]:
+        """Decides what is shipped by layers. Returns how many must be computed when a part of something can go."""
+        compute_s = self._token_s * sum(len(row.input_ids) for row in rows)
+        reports: set[int] = set()
+        for request, end in self._launched.values():
+            if end == request.total and isinstance(request.state, Prefilling):
+                shipped, groups = request.state.shipped, self._layer_groups
+                pages = pages_for_tokens(end - shipped, self.pool.page_size)
+                parts = groups.choose(pages, request.offer.lane_gbps, compute_s)
+                if parts > 1:
+                    request.state = Prefilling(shipped, parts)
+                    reports.update(groups.layers_until(part, parts) for part in range(parts))
+        return tuple(sorted(reports))
+
+    def on_layers(self, layers: int, now: float) -> list[object]:
+        for request, _ in self._launched.values():
+            if isinstance(request.state, Prefilling) and request.state.parts > 1:
+                self._ship_layers(request, request.state, layers)
+        return self._take_out()
+
+    def _ship_layers(self, request: SourceRequest, state: Prefilling, layers: int) -> None:
+        """The parts of all that was not shipped which are complete with so many layers."""
+        total, sent = request.total, state.sent
+        pages = self.pool.pages_of(request.record, state.shipped, total)
+        while sent < state.parts and self._layer_groups.layers_until(sent, state.parts) <= layers:
+            whole = ShipRegion(request.offer.key, state.shipped, total - state.shipped, pages)
+            self._out.append(replace(whole, part=sent, parts=state.parts))
+            sent += 1
+        request.state = Prefilling(total) if sent == state.parts else replace(state, sent=sent)
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
         assert set(result.keys) == self._launched.keys(), "the result of another step"
@@ -286,6 +323,8 @@ class PrefillCore:
         computed = [end - request.record.kv_committed_len for request, end in launched.values()]
         step_tokens = sum(computed)
         self.computed_tokens += step_tokens
+        token_s = result.compute_s / step_tokens
+        self._token_s = token_s if not self._token_s else self._token_s + (token_s - self._token_s) / 4
         for key, tokens, token, logprob in zip(result.keys, computed, result.tokens, result.logprobs, strict=True):
             request, end = launched[key]
             self.pool.commit_incoming(request.record, end)
@@ -293,8 +332,11 @@ class PrefillCore:
             if request.complete:
                 request.first_token, request.logprob = token, logprob
             match request.state:
-                case Prefilling():
-                    self.pool.cache_unfinished_req(request, request.offer.tokens)
+                case Prefilling() as state:
+                    if state.sent:
+                        self._ship_layers(request, state, self._layer_groups.layers)
+                    elif state.shipped < request.total:
+                        self.pool.cache_unfinished_req(request, request.offer.tokens)
                     self._ship(request)
                 case Kept():
                     self.pool.cache_unfinished_req(request, request.offer.tokens)

@@ -31,9 +31,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """Owns its pages. Tokens below `shipped` have been handed to the transfer plane (or were not asked for)."""
+    """Owns its pages. Tokens below `shipped` have been handed to the transfer plane (or were not asked for); and in the
+    step that computes the last ones, when it ships all of the rest by layers, `sent` of `parts` parts of that."""
 
     shipped: int
+    parts: int = 1
+    sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class SourceRequest:
         match self.state:
             case Queued():
                 return True
-            case Prefilling(shipped):
+            case Prefilling(shipped, sent=0):
                 return shipped == self.offer.start and self.record.kv_committed_len <= other.record.kv_committed_len
             case _:
                 return False

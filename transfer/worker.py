@@ -57,7 +57,13 @@ class CoreFactory(Protocol):
     """Makes the role's core over a pool; with `page_keys`, over tiers below it."""
 
     def __call__(
-        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+        self,
+        stamp: Stamp,
+        pool: KvPool,
+        memory: KvMemory,
+        config: ClusterConfig,
+        max_context_len: int,
+        page_keys: PageKeys | None,
     ) -> EngineCore: ...
 
 
@@ -186,7 +192,7 @@ class WorkerProcess:
             self._step_tokens,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
-        core = self._make_core(self._stamp, pool, config, max_context_len, page_keys)
+        core = self._make_core(self._stamp, pool, memory, config, max_context_len, page_keys)
         checker = InvariantChecker()
 
         def check() -> None:
@@ -366,7 +372,13 @@ class WorkerActor(ProcessActor):
         return self._process
 
     def make_core(
-        self, stamp: Stamp, pool: KvPool, config: ClusterConfig, max_context_len: int, page_keys: PageKeys | None
+        self,
+        stamp: Stamp,
+        pool: KvPool,
+        memory: KvMemory,
+        config: ClusterConfig,
+        max_context_len: int,
+        page_keys: PageKeys | None,
     ) -> EngineCore:
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ slide. A model without attention has none: its rows hold no pages and its write 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +75,7 @@ class Batch:
     swa: PageTable | None = None  # where the model has a sliding window beside full attention
     state_slots: I32 | None = None  # [B] where the model has recurrent layers: read and written by the step
     state_copies: I32 | None = None  # [n, 2] (from, to) slots, copied in this order before the step; from 0: zeroed
+    report_after: tuple[int, ...] = ()  # ascending; layers of the main component, see `ModelRunner.launch`
 
     @property
     def main(self) -> PageTable:
@@ -89,7 +90,9 @@ class Batch:
         return len(self.keys)
 
 
-def pack_batch(rows: list[BatchRow], page_size: int, state_copies: I32 | None = None) -> Batch:
+def pack_batch(
+    rows: list[BatchRow], page_size: int, state_copies: I32 | None = None, report_after: tuple[int, ...] = ()
+) -> Batch:
     """Packs rows into one step. Asserts that each row's pages are exactly those of its length, and that all rows are of
     one model: with the same components."""
     assert rows, "an empty step is never launched"
@@ -116,6 +119,7 @@ def pack_batch(rows: list[BatchRow], page_size: int, state_copies: I32 | None = 
         swa=_page_table(rows, swa_pages, positions, page_size) if swa_pages else None,
         state_slots=state_slots if state_slots.any() else None,
         state_copies=state_copies,
+        report_after=report_after,
     )
 
 
@@ -212,14 +216,26 @@ class Ticket(Protocol):
     """A launched step. Opaque; collected exactly once."""
 
 
+OnLayers = Callable[[int], None]
+"""Told how many layers of the main component are in the pages."""
+
+
+def tell_nobody(layers: int) -> None:
+    """For whoever does not care."""
+
+
 class ModelRunner(Protocol):
     """Computes steps over one worker's KV memory. Implementations: `fake_runner.FakeRunner`,
-    `torch_runner.TorchRunner`."""
+    `torch_runner.TorchRunner`.
+
+    For each count in `Batch.report_after`, in order and before `collect` has returned, the launching thread calls
+    `on_layers` with it: from then on the keys and values of so many layers of the main component, of all the step's
+    tokens, are in the pages, and the step writes them no more."""
 
     memory: KvMemory
     vocab_size: int
     max_positions: int
 
-    def launch(self, batch: Batch) -> Ticket: ...
+    def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket: ...
 
     def collect(self, ticket: Ticket) -> StepResult: ...

@@ -11,13 +11,13 @@ stale, dead or damaged page or slot anywhere changes the output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import I32, Batch, KvMemory, PageTable, StepResult, Ticket
+from baton.common.engine.batch import I32, Batch, KvMemory, OnLayers, PageTable, StepResult, Ticket, tell_nobody
 from baton.common.engine.fake_model import (
     FAKE_VOCAB_SIZE,
     FULL_SALT,
@@ -63,26 +63,32 @@ class FakeTicket:
 
 
 class _Memory:
-    """One component's pages or slots as hashes. `per_page` hashes of a page; a slot has one."""
+    """One component's pages or slots as hashes. `per_page` hashes of a page; a slot has one. A hash has some words in
+    each layer of its page."""
 
     def __init__(self, memory: KvMemory, component: Component) -> None:
         buffer = memory.buffers[component]
         self.per_page = 1 if component is Component.STATE else memory.layout.page_size
-        share = 8 * self.per_page
-        assert buffer.page_bytes % share == 0, "each position needs whole 64-bit words of its page"
+        self.layers = buffer.layers
+        share = 8 * self.per_page * self.layers
+        assert buffer.page_bytes % share == 0, "each position needs whole 64-bit words of each layer of its page"
         words = buffer.page_bytes // share
-        self.pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, self.per_page, words)
-        self._slots = self.pages.reshape(buffer.num_pages * self.per_page, words)
-        self._spread = Spread(words)
+        self.pages = buffer.as_bytes().view(np.uint64).reshape(buffer.num_pages, self.layers, self.per_page, words)
+        self._words = words
+        self._spread = Spread(self.layers * words)
 
-    def write(self, slots: npt.NDArray[np.int64] | I32, hashes: U64) -> None:
-        self._slots[slots] = self._spread.write(hashes)
+    def write(self, slots: npt.NDArray[np.int64] | I32, hashes: U64, begin: int = 0, end: int | None = None) -> None:
+        """Layers [begin, end) of it."""
+        words = self._spread.write(hashes).reshape(len(hashes), self.layers, self._words)
+        self.pages[slots // self.per_page, begin:end, slots % self.per_page] = words[:, begin:end]
 
     def read(self, slots: npt.NDArray[np.int64] | I32) -> U64:
-        return self._spread.read(self._slots[slots])
+        words = self.pages[slots // self.per_page, :, slots % self.per_page]
+        return self._spread.read(words.reshape(len(words), self.layers * self._words))
 
     def read_pages(self, pages: I32) -> U64:
-        return self._spread.read(self.pages[pages])
+        words = self.pages[pages].swapaxes(1, 2)
+        return self._spread.read(words.reshape(len(words), self.per_page, self.layers * self._words))
 
     def read_at(self, table: PageTable, rows: npt.NDArray[np.int64] | int, positions: npt.NDArray[np.int64]) -> U64:
         """Of positions in rows, from their pages."""
@@ -112,14 +118,19 @@ class FakeRunner:
         """What this step would take on the machine that `cost` describes."""
         return self._cost.of(batch)
 
-    def launch(self, batch: Batch) -> FakeTicket:
-        """Writes what the step keeps, component by component, then reads all of it for the rows that want a token."""
+    def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> FakeTicket:
+        """Takes no time: whoever simulates the time that it takes goes through `stages`."""
+        return run_out(self.stages(batch), on_layers)
+
+    def stages(self, batch: Batch) -> Generator[int, None, FakeTicket]:
+        """Writes what the step keeps, component by component, then reads all of it for the rows that want a token.
+        Yields each count of `batch.report_after` when so many layers are written, and no more."""
         wanted = np.array([row for row, sampling in enumerate(batch.sampling) if sampling is not None], dtype=np.int64)
         found: list[U64] = []
         for component, memory in self._of.items():
             match component:
                 case Component.FULL:
-                    self._write_full(batch, memory)
+                    yield from self._write_full(batch, memory)
                     found.append(self._digests(memory, batch.main, batch.kv_lens, wanted, None))
                 case Component.SWA:
                     table = batch.swa if self.memory.layout.full else batch.main
@@ -136,12 +147,17 @@ class FakeRunner:
         assert isinstance(ticket, FakeTicket), ticket
         return ticket.result
 
-    def _write_full(self, batch: Batch, memory: _Memory) -> None:
+    def _write_full(self, batch: Batch, memory: _Memory) -> Generator[int, None, None]:
         """Computes and stores the KV of every query token, reading what lies before it from the pages."""
         first = batch.positions[batch.q_offsets[:-1]]
         previous = memory.read_at(batch.main, np.arange(batch.num_rows), np.maximum(first - 1, 0))
         previous = np.where(first > 0, previous, np.uint64(START))
-        memory.write(batch.slots, self._chains(batch, previous, FULL_SALT))
+        hashes, begin = self._chains(batch, previous, FULL_SALT), 0
+        for end in batch.report_after:
+            memory.write(batch.slots, hashes, begin, end)
+            yield end
+            begin = end
+        memory.write(batch.slots, hashes, begin)
 
     def _chains(self, batch: Batch, previous: U64, salt: int) -> U64:
         """h or s of every query token, given that of the position before each row's first."""
@@ -233,6 +249,18 @@ class FakeRunner:
         return np.add.reduceat(per_page, starts[:-1])
 
 
+def run_out(stages: Generator[int, None, FakeTicket], on_layers: OnLayers = tell_nobody) -> FakeTicket:
+    """The end of a step, or of the rest of one."""
+    ticket: list[FakeTicket] = []
+
+    def follow() -> Generator[int, None, None]:
+        ticket.append((yield from stages))
+
+    for layers in follow():
+        on_layers(layers)
+    return ticket[0]
+
+
 def fake_runner(
     num_pages: int | Mapping[Component, int],
     page_size: int,
@@ -242,11 +270,12 @@ def fake_runner(
     cost: StepCost | None = None,
     layout: KvLayout | None = None,
     state_bytes: int = 64,
+    layers: int = 1,
     shared: bool = False,
 ) -> FakeRunner:
     """A fake runner with memory of its own. `num_pages` counts the null page; a number alone is for one component.
-    Without `layout` all layers attend to everything. `state_bytes` is the size of a slot. `shared`: other processes may
-    map the memory."""
+    Without `layout` all layers attend to everything. A page has `layers` of them. `state_bytes` is the size of a slot.
+    `shared`: other processes may map the memory."""
     layout = layout or KvLayout(page_size)
     assert layout.page_size == page_size, (layout, page_size)
     counts = num_pages if isinstance(num_pages, Mapping) else dict.fromkeys(layout.components, num_pages)
@@ -254,7 +283,9 @@ def fake_runner(
     buffers = {
         component: NumpyKvBuffer(counts[component], state_bytes, 1, "fake-state", shared=shared)
         if component is Component.STATE
-        else NumpyKvBuffer(counts[component], bytes_per_token * page_size, page_size, "fake", shared=shared)
+        else NumpyKvBuffer(
+            counts[component], bytes_per_token * page_size, page_size, "fake", layers=layers, shared=shared
+        )
         for component in layout.components
     }
     return FakeRunner(KvMemory(layout, buffers), max_positions=max_positions, cost=cost)

@@ -217,7 +217,7 @@ class EngineLoop:
             trace.planned()
         if batch is None:
             return self._idle(self._clock.now())
-        result = self._runner.collect(self._runner.launch(batch))
+        result = self._runner.collect(self._runner.launch(batch, self._on_layers))
         if trace is not None:
             trace.computed(batch)
         self._steps += 1
@@ -226,6 +226,10 @@ class EngineLoop:
         if trace is not None:
             trace.told()
         return 0.0
+
+    def _on_layers(self, layers: int) -> None:
+        """The runner calls it in the middle of a step: what is computed leaves while the rest is."""
+        self._dispatch(self._core.on_layers(layers, self._clock.now()))
 
     def _idle(self, now: float) -> float | None:
         """Nothing to run: check the invariants if anything happened since the last time, and say how long to wait."""

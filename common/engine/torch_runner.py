@@ -21,7 +21,17 @@ import torch
 from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
-from baton.common.engine.batch import Batch, BatchRow, KvBuffer, KvMemory, StepResult, Ticket, pack_batch
+from baton.common.engine.batch import (
+    Batch,
+    BatchRow,
+    KvBuffer,
+    KvMemory,
+    OnLayers,
+    StepResult,
+    Ticket,
+    pack_batch,
+    tell_nobody,
+)
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.linears import pack_linears
 from baton.common.engine.packing import take_rows
@@ -62,6 +72,8 @@ class StepContext:
     places: Mapping[int, LayerPlace]
     backend: PagedAttention
     seen: list[tuple[int, int]]  # (layer, window), as they came
+    reports: Mapping[int, int]  # layer -> what to tell `on_layers` when its keys and values are in the pages
+    on_layers: OnLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +192,11 @@ class TorchRunner:
             buffers[component] = buffer
         return buffers
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
         sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-        logits = self._compute(batch, sampled)
+        logits = self._compute(batch, sampled, on_layers)
         return TorchTicket(batch, sampled, logits, time.perf_counter() - started)
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -205,14 +217,14 @@ class TorchRunner:
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
         """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""
-        logits = self._compute(batch, rows)
+        logits = self._compute(batch, rows, tell_nobody)
         assert logits is not None
         return logits
 
-    def _compute(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor | None:
+    def _compute(self, batch: Batch, rows: tuple[int, ...], on_layers: OnLayers) -> torch.Tensor | None:
         """All of a step. Logits of `rows` in their order, None when there are none."""
         if self._states is None:
-            return self._forward(batch, rows, None, [])
+            return self._forward(batch, rows, None, [], on_layers)
         assert batch.state_slots is not None
         assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
         for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
@@ -225,7 +237,9 @@ class TorchRunner:
         for members in passes:
             wanted = [(place, row) for place, row in enumerate(members.tolist()) if row in asked]
             part = batch if len(passes) == 1 else take_rows(batch, members)
-            logits = self._forward(part, tuple(place for place, _ in wanted), self._slot_cache(part), [])
+            if members is passes[-1]:  # only then a layer of all rows is there
+                part = dataclasses.replace(part, report_after=batch.report_after)
+            logits = self._forward(part, tuple(place for place, _ in wanted), self._slot_cache(part), [], on_layers)
             if logits is not None:
                 found |= {row: one for (_, row), one in zip(wanted, logits, strict=True)}
         return torch.stack([found[row] for row in rows]) if rows else None
@@ -238,10 +252,15 @@ class TorchRunner:
         return SlotCache(self._states, places, batch.state_slots.tolist())
 
     def _forward(
-        self, batch: Batch, rows: tuple[int, ...], cache: SlotCache | None, seen: list[tuple[int, int]]
+        self,
+        batch: Batch,
+        rows: tuple[int, ...],
+        cache: SlotCache | None,
+        seen: list[tuple[int, int]],
+        on_layers: OnLayers = tell_nobody,
     ) -> torch.Tensor | None:
         """One pass. With `cache` the rows are a batch of rows of one token each, or one row."""
-        context = StepContext(self._places(batch), self.attention, seen)
+        context = StepContext(self._places(batch), self.attention, seen, self._reports(batch), on_layers)
         shape = (batch.num_rows, -1) if cache is not None else (1, -1)
         # Without a row that samples the head (a third of a small model) is not computed.
         run = self.model if rows else self.model.base_model
@@ -270,6 +289,12 @@ class TorchRunner:
             plan = AttentionPlan.of(batch, table)
             places |= {layer: LayerPlace(pool, i, plan) for i, layer in enumerate(self._groups.of(component))}
         return places
+
+    def _reports(self, batch: Batch) -> dict[int, int]:
+        if not batch.report_after:
+            return {}
+        layers = self._groups.of(next(iter(self._pools)))
+        return {layers[count - 1]: count for count in batch.report_after}
 
     def _check_layers(self) -> None:
         """One token through the null page and slot: every layer must come to our attention or to its state once, in
@@ -333,4 +358,6 @@ def _paged_attention(
     heads = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     out = paged.backend.attend(heads[0], heads[1], heads[2], place.pool, place.index, place.plan, params)
     paged.seen.append((layer, params.window))
+    if layer in paged.reports:
+        paged.on_layers(paged.reports[layer])
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None

@@ -102,6 +102,7 @@ class SimDataPlane:
         self._sinks: dict[HandoffKey, _Sink] = {}
         self._staged: dict[int, bytes] = {}  # tag -> bytes that have arrived
         self._fenced_sources: set[HandoffKey] = set()
+        self._lane_free_s = 0.0
 
     @property
     def quiet(self) -> bool:
@@ -146,7 +147,7 @@ class SimDataPlane:
             self._free_slots -= credit
             self._sinks[prepare.key] = _Sink(prepare, lane, credit)
             region_units = (self._settings.region_pages,) * len(prepare.spans)
-            events.append(SinkPrepared(prepare.key, lane, credit, region_units))
+            events.append(SinkPrepared(prepare.key, lane, credit, region_units, self._settings.lane_gbps))
         return events
 
     def _close(self, key: HandoffKey) -> list[DataEvent]:
@@ -169,11 +170,11 @@ class SimDataPlane:
         self._probe("land_region", (self._host, effect))
         if effect.lane in PULL_LANES:
             self._probe("bytes_moving", (self._host, effect))
-            self._host.after(self._work_s(), lambda: self._pulled(effect), "pull")
+            self._host.after(self._work_s(effect.chunk.nbytes), lambda: self._pulled(effect), "pull")
         elif effect.tag in self._staged:
             data = self._staged.pop(effect.tag)
             self._probe("bytes_moving", (self._host, effect))
-            self._host.after(self._work_s(), lambda: self._scatter(effect, data), "scatter")
+            self._host.after(self._work_s(len(data)), lambda: self._scatter(effect, data), "scatter")
         else:
             self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
 
@@ -183,7 +184,7 @@ class SimDataPlane:
             for effect in sink.open.values():
                 if effect.tag == tag:
                     self._probe("bytes_moving", (self._host, effect))
-                    self._host.after(self._work_s(), partial(self._scatter, effect, data), "scatter")
+                    self._host.after(self._work_s(len(data)), partial(self._scatter, effect, data), "scatter")
                     return
             base = sink.prepare.tag_base
             if base <= tag < base + sink.prepare.tag_count:
@@ -282,5 +283,11 @@ class SimDataPlane:
 
         self._network.carry(self._host.stamp, effect.peer.worker, arrive)
 
-    def _work_s(self) -> float:
-        return self._schedule.rng.random() * self._settings.region_s
+    def _work_s(self, nbytes: int = 0) -> float:
+        """A region's turn and time on the lane, where bytes take time."""
+        wait_s = self._schedule.rng.random() * self._settings.region_s
+        if nbytes and self._settings.lane_gbps:
+            now = self._schedule.now
+            self._lane_free_s = max(self._lane_free_s, now) + nbytes / (self._settings.lane_gbps * 1e9)
+            wait_s += self._lane_free_s - now
+        return wait_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
@@ -53,6 +53,8 @@ class WorldSettings:
     decode_pages: int = 64
     swa_pages: int = 1 << 20  # sliding pages per worker; at most as many as it has for full attention
     state_slots: int = 16  # per worker
+    layers: int = 1  # of full attention
+    bytes_per_token: int = 16  # of each component
     rows: int = 8
     prefix_cache: Literal["radix", "chunk"] = "radix"
     max_context_len: int = 128
@@ -65,6 +67,7 @@ class WorldSettings:
     region_pages: int = 2
     pull_lane: float = 0.5  # share of hand-offs that pull
     region_s: float = 0.004  # most time of one gather, pull or scatter
+    lane_gbps: float = 0.0  # of what one receiver takes in; 0.0: no bytes take time
     tiers: TiersConfig = field(default_factory=TiersConfig)  # of the decode workers; any level: a store that all share
     tier_pages: int = 256  # that it keeps
     tier_page_s: float = 0.002  # most time that copying a page takes
@@ -194,4 +197,15 @@ def _with_layout(settings: WorldSettings, rng: Random, calm: bool) -> WorldSetti
         tier_pages=rng.choice((8, 256)),
         tier_page_s=rng.choice((0.0005, 0.02)),
         tier_loss=0.0 if calm else rng.choice((0.0, 0.1)),
+        **_layers(settings, rng),
     )
+
+
+def _layers(settings: WorldSettings, rng: Random) -> dict[str, Any]:
+    """Some models have layers, and some of their prompts end by layers."""
+    layers, groups = rng.choice((1, 3, 4)), rng.choice((1, 2, 4))
+    return {
+        "layers": layers,
+        "bytes_per_token": 8 * max(2, layers),
+        "prefill_config": dataclasses.replace(settings.prefill_config, layer_groups=groups),
+    }

@@ -8,7 +8,7 @@ the oracle that looks at every page which a hand-off or a tier touches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
-from baton.common.engine.fake_runner import FakeRunner, fake_runner
+from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner, run_out
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
@@ -29,6 +29,7 @@ from baton.deploy.sim.data_plane import PULL_LANE, STAGED_LANE, SimDataPlane
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.prefill.core import PrefillCore
+from baton.prefill.pipelining import LayerGroups
 from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
@@ -59,10 +60,13 @@ class WorkerProcess(MemberProcess):
             layout=settings.layout,
             max_positions=settings.max_context_len,
             cost=settings.step,
+            bytes_per_token=settings.bytes_per_token,
+            layers=settings.layers,
         )
         self.core: EngineCore
         if role == "prefill":
-            self.core = PrefillCore(self.pool, settings.prefill_config)
+            groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
+            self.core = PrefillCore(self.pool, settings.prefill_config, groups)
         else:
             self.core = DecodeCore(
                 stamp,
@@ -88,6 +92,7 @@ class WorkerProcess(MemberProcess):
         self._checker = InvariantChecker()
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
+        self._stages: Generator[int, None, FakeTicket] | None = None  # of the step, where it reports layers
         self._turn_wanted = False
         self._engine_timer = Wakeup(self, self._turn, "engine timer")
         self._io_timer = Wakeup(self, self._io_due, "io timer")
@@ -126,12 +131,23 @@ class WorkerProcess(MemberProcess):
             self._engine_timer.want(self.core.next_deadline())
         else:
             cost_s = self.runner.step_cost_s(self._computing)
+            for layers in self._computing.report_after:
+                share = layers / self.world.settings.layers
+                self.after(cost_s * share, self._layers_over, f"layers until {layers}")
             self.after(cost_s, self._step_over, f"step {self._computing.num_rows}r {self._computing.num_tokens}t")
+
+    def _layers_over(self) -> None:
+        """The step has come so far: these layers are in the pages, the others are not."""
+        assert self._computing is not None
+        self._stages = self._stages or self.runner.stages(self._computing)
+        layers = next(self._stages)
+        self.world.probe("layers_over", (self, layers))
+        self._post(self.core.on_layers(layers, self.world.now))
 
     def _step_over(self) -> None:
         assert self._computing is not None
-        result = self.runner.collect(self.runner.launch(self._computing))
-        self._computing = None
+        result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
+        self._computing = self._stages = None
         self._post(self.core.on_step(result, self.world.now))
         self.check()
         self._turn()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton.common.engine.batch import Batch, ModelRunner, StepResult, Ticket
+from baton.common.engine.batch import Batch, ModelRunner, OnLayers, StepResult, Ticket, tell_nobody
 from baton.decode.actor import DecodeActor
 from baton.prefill.actor import PrefillActor
 from baton.transfer.process import ProcessSpec
@@ -31,9 +31,9 @@ class PacedRunner:
         self.max_positions = inner.max_positions
         self._step_s = 0.0
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:
         self._step_s = STEP_S + TOKEN_S * batch.num_tokens
-        return self._inner.launch(batch)
+        return self._inner.launch(batch, on_layers)
 
     def collect(self, ticket: Ticket) -> StepResult:
         time.sleep(self._step_s)  # this is the computing

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.common.clock import VirtualClock
 from baton.common.config import TiersConfig
-from baton.common.engine.batch import Batch, StepResult, Ticket
+from baton.common.engine.batch import Batch, OnLayers, StepResult, Ticket, tell_nobody
 from baton.common.engine.core_api import Drain
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.kv.layout import Component, KvLayout
@@ -114,6 +114,12 @@ class Model:
         )
         self._answers: dict[bytes, list[int]] = {}
 
+    @property
+    def full_layers(self) -> int:
+        """That attend to everything."""
+        full = self.runner.memory.buffers.get(Component.FULL)
+        return 1 if full is None else full.layers
+
     def assert_greedy(self, prompt: Tokens, said: list[int]) -> None:
         """`said` is the beginning of the greedy answer."""
         known = self._answers.get(prompt.tobytes(), [])
@@ -141,10 +147,10 @@ class HarshRunner:
         for buffer in self.memory.buffers.values():
             buffer.as_bytes()[:] = 0xFF
 
-    def launch(self, batch: Batch) -> Ticket:
+    def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:
         for component, buffer in self.memory.buffers.items():
             buffer.as_bytes()[self._pool.supply.allocators[component].free_page_ids()] = 0xFF
-        return self._runner.launch(batch)
+        return self._runner.launch(batch, on_layers)
 
     def collect(self, ticket: Ticket) -> StepResult:
         return self._runner.collect(ticket)
@@ -203,6 +209,7 @@ class Pair:
     model: Model
     disk: Path | None = None  # with it, there are tiers below the decode worker's pool
     write: Write = "through"
+    layer_groups: int = 1
     rig: Rig = field(init=False)
     tiers: ThreadedTiers | None = None
     prompts: dict[str, Tokens] = field(default_factory=dict)
@@ -228,7 +235,15 @@ class Pair:
             num_reserved_decode_tokens=0,
         )
         prefill = prefill_engine(
-            512 // layout.page_size, layout.page_size, 12, CONTEXT, layout, cache=cache, chunk_tokens=CHUNK
+            512 // layout.page_size,
+            layout.page_size,
+            12,
+            CONTEXT,
+            layout,
+            cache=cache,
+            chunk_tokens=CHUNK,
+            layers=self.model.full_layers,
+            layer_groups=self.layer_groups,
         )
         for engine in (decode, prefill):
             engine.runner = HarshRunner(self.model.runner, engine.pool)  # type: ignore[assignment]
@@ -331,6 +346,6 @@ class Pair:
         keys = {one.key for one in self.hand_offs(*names)}
         spans: dict[Component, list[tuple[int, int]]] = defaultdict(list)
         for one in self.rig.log:
-            if isinstance(one, ShipRegion) and one.key in keys:
+            if isinstance(one, ShipRegion) and one.key in keys and one.part == one.parts - 1:
                 spans[one.component].append((one.first_token, one.first_token + one.tokens))
         return spans

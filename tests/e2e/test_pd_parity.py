@@ -14,8 +14,11 @@ import pytest
 from core_rig import EVERYONE
 from pd_rig import CHUNK, Case, Model, Pair, Tokens, Write, all_cases, joined, ordinary_cases, prompt_of
 
+from baton.common.engine.batch import Batch
+from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ErrorCode
 from baton.common.kv.layout import Component
+from baton.transfer.api import ShipRegion
 
 ORDINARY = ordinary_cases()
 CASES = [pytest.param(case, id=str(case)) for case in ORDINARY] + [
@@ -57,6 +60,43 @@ def test_tiers_below_the_pool(case: Case, write: Write, tmp_path: Path, model_of
     all_traffic(pair)
     crowded_out(pair)
     pair.end()
+
+
+SEVERAL_FULL_LAYERS = (
+    "UnifiedRadixCache-llama-4",
+    "ChunkCache-llama-4",
+    "SWARadixCache-gemma2-16",
+    "UnifiedRadixCache-falcon-h1-1",
+)
+BY_LAYERS = [case for case in ORDINARY if str(case) in SEVERAL_FULL_LAYERS]
+
+
+@pytest.mark.parametrize("case", BY_LAYERS, ids=str)
+def test_what_leaves_by_layers_says_the_same(case: Case, model_of: Callable[[str], Model]) -> None:
+    pair = Pair(case, model_of(case.family), layer_groups=2)
+    prefixes(pair)
+    conversation(pair)
+    retraction(pair)
+    requests_that_are_given_up(pair)
+    pair.end()
+    parts = [one.part for one in pair.rig.log if isinstance(one, ShipRegion) and one.parts > 1]
+    assert parts.count(0) == parts.count(1) > 10
+
+
+def test_a_layer_that_is_reported_too_early_is_noticed(
+    model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = TorchRunner._reports
+
+    def one_layer_early(self: TorchRunner, batch: Batch) -> dict[int, int]:
+        layers = sorted(self._groups.attention)
+        return {layers[max(0, layers.index(layer) - 1)]: count for layer, count in reports(self, batch).items()}
+
+    monkeypatch.setattr(TorchRunner, "_reports", one_layer_early)
+    case = BY_LAYERS[0]
+    pair = Pair(case, model_of(case.family), layer_groups=2)
+    with pytest.raises(AssertionError, match="of first"):
+        pair.answer("first", prompt_of(12, 1))
 
 
 def all_traffic(pair: Pair) -> None:

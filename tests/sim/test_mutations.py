@@ -82,7 +82,7 @@ def acknowledge_before_scatter(patch):
 
     def scatter(self, effect, data):
         if self._is_open(effect):
-            units, pool = self._units_of(effect), self.pools[effect.chunk.component]
+            units, pool = self._units_of(effect), self.stretch(effect.chunk)
             rows = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
             self._host.after(0.02, lambda: pool.__setitem__(units, rows), "late scatter")
             self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.0))

@@ -46,6 +46,7 @@ from baton.common.messages import (
 )
 from baton.decode.core import DecodeCore
 from baton.prefill.core import PrefillCore
+from baton.prefill.pipelining import LayerGroups
 from baton.transfer.api import (
     AbortSink,
     AbortSource,
@@ -58,7 +59,7 @@ from baton.transfer.api import (
     SourceAborted,
     SourceReleased,
 )
-from baton.transfer.plan import Segment, segments_of
+from baton.transfer.plan import Segment, segments_of, stretch_of
 
 GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(11))
 DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(22))
@@ -94,6 +95,7 @@ class Sizes:
     swa_pages: int | None
     slots: int
     cache: PrefixCacheName
+    layers: int = 1
 
 
 class Engine:
@@ -110,8 +112,15 @@ class Engine:
         self.pool = KvPool(layout, num_pages, sizes.rows, sizes.context, sizes.cache, None, step_tokens)
         self.core = make(self.pool)
         self.runner: FakeRunner = fake_runner(
-            num_pages, layout.page_size, layout=layout, max_positions=sizes.context, cost=StepCost(0.01)
+            num_pages,
+            layout.page_size,
+            layout=layout,
+            max_positions=sizes.context,
+            cost=StepCost(0.01),
+            bytes_per_token=8 * max(2, sizes.layers),
+            layers=sizes.layers,
         )
+        self.post: Callable[[list[object]], None] | None = None  # takes what a step has to say while it runs
         self.now = 0.0
         self.launched: Batch | None = None
         self.batches: list[Batch] = []
@@ -132,7 +141,13 @@ class Engine:
         assert self.launched is not None
         batch, self.launched = self.launched, None
         self.now += 0.01
-        return self._checked(self.core.on_step(self.runner.collect(self.runner.launch(batch)), self.now))
+        early: list[object] = []
+
+        def on_layers(layers: int) -> None:
+            (self.post or early.extend)(self._checked(self.core.on_layers(layers, self.now)))
+
+        result = self.runner.collect(self.runner.launch(batch, on_layers))
+        return early + self._checked(self.core.on_step(result, self.now))
 
     def step(self) -> list[object] | None:
         """One whole step; its effects, or None when there was nothing to compute."""
@@ -160,11 +175,12 @@ def decode_engine(
     slots: int = 24,
     cache: PrefixCacheName = "radix",
     tiers: TiersConfig | None = None,
+    layers: int = 1,
     **config: int,
 ) -> Engine:
     config.setdefault("num_reserved_decode_tokens", 8)
     made = DecodeConfig(**config)
-    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache)
+    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     keys = None if tiers is None else PageKeys.of_model({"weights": "fake"}, page_size)
 
     def make(pool: KvPool) -> DecodeCore:
@@ -182,11 +198,15 @@ def prefill_engine(
     swa_pages: int | None = None,
     slots: int = 24,
     cache: PrefixCacheName = "radix",
+    layers: int = 1,
+    page_bytes: int = 0,
     **config: int,
 ) -> Engine:
-    made = PrefillConfig(**config)
-    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache)
-    return Engine(lambda pool: PrefillCore(pool, made), sizes, made.chunk_tokens)
+    """`page_bytes`: what its core believes of a page, when it decides by itself how to ship layers."""
+    made = PrefillConfig(**({} if page_bytes else {"layer_groups": 1}) | config)
+    sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
+    groups = LayerGroups(layers, page_bytes, made.layer_groups)
+    return Engine(lambda pool: PrefillCore(pool, made, groups), sizes, made.chunk_tokens)
 
 
 @dataclass
@@ -259,6 +279,7 @@ class _Handoff:
     segments: dict[Component, Segment]
     shipped: int  # of full attention
     sent: list[Component] = field(default_factory=list)  # segments of which all was shipped
+    moved: list[tuple[Component, np.ndarray, np.ndarray]] = field(default_factory=list)  # from pages to pages
 
     @property
     def total(self) -> int:
@@ -275,6 +296,7 @@ class Rig:
     def __init__(self, decode: Engine | None = None, prefill: Engine | None = None) -> None:
         self.decode = decode or decode_engine()
         self.prefill = prefill or prefill_engine()
+        self.prefill.post = self.run
         self.tier = TierStub(self.decode)
         self.gateway = GatewayStub()
         self.handoffs: dict[HandoffKey, _Handoff] = {}
@@ -359,6 +381,7 @@ class Rig:
                 case FinishSource(key, result):
                     handoff = self.handoffs.pop(key)
                     assert handoff.sent == list(handoff.segments)
+                    self._compare(handoff)
                     self.run(self.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.01)))
                     self.run(self.prefill.handle(SourceReleased(key)))
                 case AbortSource(key, failure):
@@ -437,12 +460,23 @@ class Rig:
         target = handoff.open.pages[region.component][first : first + len(region.pages)]
         assert len(target) == len(region.pages)
         assert region.pages.all()
-        there = self.prefill.runner.memory.buffers[region.component].as_bytes()
-        self.decode.runner.memory.buffers[region.component].as_bytes()[target] = there[region.pages]
+        buffers = [engine.runner.memory.buffers[region.component] for engine in (self.prefill, self.decode)]
+        begin, end = stretch_of(buffers[0].page_bytes, buffers[0].layers, region.part, region.parts)
+        there, here = (buffer.as_bytes()[:, begin:end] for buffer in buffers)
+        here[target] = there[region.pages]
+        handoff.moved.append((region.component, region.pages, target))
+        if region.part < region.parts - 1:
+            return
         if region.component is Component.FULL:
             handoff.shipped += region.tokens
         if region.first_token + region.tokens == handoff.total:
             handoff.sent.append(region.component)
+
+    def _compare(self, handoff: _Handoff) -> None:
+        """What has landed is what the source has now, byte for byte."""
+        for component, source, target in handoff.moved:
+            there, here = (one.runner.memory.buffers[component].as_bytes() for one in (self.prefill, self.decode))
+            assert np.array_equal(here[target], there[source]), f"{component} of {handoff.open.request_id}"
 
     def assert_clean(self) -> None:
         """Nothing is held by anybody any more, once it is over what is kept for receivers that may come."""

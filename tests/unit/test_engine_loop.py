@@ -34,6 +34,7 @@ class ScriptedCore:
 
     def __init__(self) -> None:
         self.steps_wanted = 0
+        self.report_after: tuple[int, ...] = ()
         self.deadline_s: float | None = None
         self.threads: set[str] = set()
 
@@ -50,7 +51,10 @@ class ScriptedCore:
             return None
         self.steps_wanted -= 1
         row = BatchRow(1, np.array([7], np.int32), 1, np.array([1], np.int32), None)
-        return pack_batch([row], 16)
+        return pack_batch([row], 16, report_after=self.report_after)
+
+    def on_layers(self, layers: int, now: float) -> list[object]:
+        return [("layers", layers)]
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
         return [("stepped", result.keys)]
@@ -146,6 +150,18 @@ def test_a_recorded_thread_tells_its_slices_one_after_the_other(bench: Bench) ->
     passages = [item for item in items if isinstance(item, Passage)]
     assert [one.flow for one in passages] == ["h1", "h1"]  # the event that came in, the effect that went out
     assert all(any(one.begin_s <= passage.at_s <= one.end_s for one in slices) for passage in passages)
+
+
+def test_layers_are_told_and_acted_on_before_the_step_is_over() -> None:
+    runner = GatedRunner()
+    bench = Bench(runner)
+    bench.core.report_after = (1,)
+    bench.loop.deliver("step")
+    assert [bench.next() for _ in range(2)] == [("handled", "step"), ("layers", 1)]
+    assert not runner.gate.is_set()
+    runner.gate.set()
+    assert bench.next() == ("stepped", (1,))
+    assert bench.loop.stop(WAIT_S)
 
 
 def test_steps_run_and_are_counted(bench: Bench) -> None:

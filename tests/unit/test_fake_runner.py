@@ -277,3 +277,20 @@ def test_answer_obeys_stop_tokens_and_lengths() -> None:
     assert stopped.finish_reason == "stop"
     assert fake_answer(prompt, SamplingParams(max_tokens=20), 9).tokens == tuple(free[:7])
     assert fake_answer(prompt, SamplingParams(max_tokens=3), 9).finish_reason == "length"
+
+
+def test_a_step_that_reports_writes_no_layer_before_it_says_so() -> None:
+    made = fake_runner(16, 4, layers=4, bytes_per_token=64)
+    pages = made.memory.main.as_bytes().reshape(16, 4, -1)
+    row = BatchRow(1, np.arange(7, dtype=np.int32), 7, np.array([5, 2], np.int32), SamplingParams())
+    batch = pack_batch([row], 4, report_after=(1, 3))
+    found: list[list[bool]] = []
+
+    def look(layers: int) -> None:
+        assert layers == (1, 3)[len(found)]
+        found.append([bool(pages[[5, 2], layer].any()) for layer in range(4)])
+
+    tokens = made.collect(made.launch(batch, look)).tokens
+    assert found == [[True, False, False, False], [True, True, True, False]]
+    assert pages[[5, 2]].any(axis=2).all()
+    assert tokens == tuple(fake_generate(list(range(7)), SamplingParams(), 1))

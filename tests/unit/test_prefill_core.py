@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from core_rig import DECODE, GREEDY, Engine, prefill_engine, prompt_of
@@ -205,3 +207,87 @@ def test_receiver_committed_while_we_gave_up() -> None:
     engine.pass_time(100.0)
     engine.handle(SourceReleased(key(1)))
     assert_clean(engine)
+
+
+# ------------------------------------------------------------------------------------------------------ by layers
+
+
+def parts(effects: list[object], number: int) -> list[tuple[int, int, int, int]]:
+    ships = [one for one in effects if isinstance(one, ShipRegion) and one.key == key(number)]
+    return [(one.first_token, one.tokens, one.part, one.parts) for one in ships]
+
+
+def test_the_last_chunk_leaves_in_groups_of_layers_while_it_is_computed() -> None:
+    engine = prefill_engine(chunk_tokens=8, layers=5, layer_groups=2)
+    early: list[object] = []
+    engine.post = early.extend
+    late = finish(engine, engine.handle(offer(1, prompt_of(21))))
+    assert parts(late, 1) == [(0, 8, 0, 1), (8, 8, 0, 1)]
+    assert parts(early, 1) == [(16, 5, 0, 2), (16, 5, 1, 2)]
+    assert engine.batches[-1].report_after == (2, 5)
+    assert not any(batch.report_after for batch in engine.batches[:-1])
+    done = late[-1]
+    assert isinstance(done, FinishSource)
+    assert done.result.first_token == fake_generate(prompt_of(21), GREEDY, 1)[0]
+    engine.handle(SourceReleased(key(1)))
+    assert_clean(engine)
+
+
+def test_what_left_by_layers_stays_where_it_is_until_the_hand_off_has_ended() -> None:
+    """Two requests with the same prompt compute the same pages: the tree would keep one set of them."""
+    engine = prefill_engine(chunk_tokens=16, layers=4, layer_groups=4, page_size=4)
+    tokens = prompt_of(8)
+    engine.handle(offer(1, tokens))
+    engine.handle(offer(2, tokens))
+    effects = finish(engine, [])
+    for number in (1, 2):
+        ships = [one for one in effects if isinstance(one, ShipRegion) and one.key == key(number)]
+        assert len(ships) == 4
+        [holding] = [one for one in engine.core.holdings() if one.owner_id == str(key(number))]
+        for ship in ships:
+            assert ship.pages.tolist() == engine.pool.pages_of(holding.record, 0, 8).tolist()
+    engine.handle(SourceReleased(key(1)))
+    engine.handle(SourceReleased(key(2)))
+    assert_clean(engine)
+    again = finish(engine, engine.handle(offer(3, tokens)))
+    assert isinstance(again[-1], FinishSource)
+    assert again[-1].result.cached_tokens == 4, "what was handed over by layers is cached afterwards"
+
+
+def test_a_receiver_that_gives_up_in_the_middle_of_a_step_gets_no_further_layers() -> None:
+    engine = prefill_engine(chunk_tokens=16, layers=4, layer_groups=4)
+    engine.handle(offer(1, prompt_of(8)))
+    said: list[object] = []
+
+    def give_up_after_the_second(effects: list[object]) -> None:
+        said.extend(effects)
+        if len(said) == 2:
+            engine.core.handle(SourceStopping(key(1), LOST), engine.now)
+
+    engine.post = give_up_after_the_second
+    assert engine.step() == []
+    assert parts(said, 1) == [(0, 8, 0, 4), (0, 8, 1, 4)]
+    engine.handle(SourceAborted(key(1), LOST))
+    assert_clean(engine)
+
+
+def test_a_runner_that_reports_nothing_costs_time_only() -> None:
+    engine = prefill_engine(chunk_tokens=16, layers=4, layer_groups=4)
+    engine.handle(offer(1, prompt_of(8)))
+    assert engine.launch()
+    batch = engine.launched
+    assert batch is not None
+    result = engine.runner.collect(engine.runner.launch(batch))
+    assert parts(engine.core.on_step(result, 1.0), 1) == [(0, 8, 0, 1)]
+
+
+def test_the_speed_of_the_lane_and_of_the_steps_decide_where_nobody_else_does() -> None:
+    engine = prefill_engine(chunk_tokens=64, layers=4, page_bytes=1 << 20, layer_groups="adaptive")  # type: ignore[arg-type]
+    tokens = [prompt_of(16, seed) for seed in range(3)]
+    engine.handle(replace(offer(1, tokens[0]), lane_gbps=1.0))
+    assert parts(finish(engine, []), 1) == [(0, 16, 0, 1)], "nothing is known of the steps"
+    engine.handle(replace(offer(2, tokens[1]), lane_gbps=1.0))
+    effects = finish(engine, [])
+    assert [one[2:] for one in parts(effects, 2)] == [(0, 3), (1, 3), (2, 3)], "4 MiB at 1 GB/s: 4.2 ms"
+    engine.handle(replace(offer(3, tokens[2]), lane_gbps=100.0))
+    assert parts(finish(engine, []), 3) == [(0, 16, 0, 1)]
