@@ -8,6 +8,7 @@ Format: the "Trace Event Format" document of Chromium's tracing; times in it are
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ _THREAD_ORDER = {"engine": 1, "io": 2}
 
 
 def chrome_trace(processes: Sequence[ProcessTrace]) -> dict[str, Any]:
-    """Ready for JSON. Times count from the first thing that was recorded."""
-    begin_s = min((begin_s for process in processes for begin_s in _begins(process)), default=0.0)
+    """Ready for JSON. Times count from the millisecond in which the first thing that was recorded began."""
+    first_s = min((begin_s for process in processes for begin_s in _begins(process)), default=0.0)
+    begin_s = math.floor(first_s * 1000) / 1000  # below it, however seconds since 1970 are rounded
     events: list[dict[str, Any]] = []
     passages: dict[str, list[dict[str, Any]]] = {}
     for pid, process in enumerate(processes, start=1):

@@ -353,8 +353,9 @@ def handoff_name(key: HandoffKey) -> str:
 
 
 def flow_of(item: object) -> str:
-    """The hand-off that a command or event of `baton.transfer.api` is about, by name; "": it is none."""
-    if isinstance(item, SinkCommand | SourceCommand | SinkEvent | SourceEvent):
+    """The hand-off that a command or event of `baton.transfer.api` is about, by name; "": it is none. Nor is the
+    release of the source's pages: a hand-off's way ends where its KV was wanted."""
+    if isinstance(item, SinkCommand | SourceCommand | SinkEvent | SourceEvent) and not isinstance(item, SourceReleased):
         return handoff_name(item.key)
     return ""
 
