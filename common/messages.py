@@ -85,6 +85,7 @@ class Timeline(_Value, frozen=True, kw_only=True):
     queue_s: float = 0.0  # arrival at decode until its pages were promised
     reserve_wait_s: float = 0.0  # of which: waited because pages or staging were short
     restore_s: float = 0.0  # waited for the tiers below the pool
+    handoff_s: float = 0.0  # a prefill worker was asked until its KV was here: its queue, its computing, the transfer
     prefill_s: float = 0.0  # computing the prompt, on whichever worker
     transfer_s: float = 0.0  # first chunk announced until the last one landed
     scatter_s: float = 0.0  # of which: writing regions into pages

@@ -436,6 +436,7 @@ class DecodeCore:
             self._prefill_here(request, min(request.fill_len, page_ceil(known, self.pool.page_size)))
         else:
             deadline_s = min(request.deadline_s, now + self._transfer.handoff_ttl_s)
+            request.times.asked(now)
             self._commands.append(self._handoffs.open(request, peer, self.pool, deadline_s))
 
     def _most_here(self, known: int) -> int:
@@ -449,6 +450,7 @@ class DecodeCore:
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request, start = self._handoffs.close(event.key)
+        request.times.handed_over(now)
         request.count_tokens(start, start + event.result.cached_tokens, "prefill_cached_tokens")
         request.count_transfer(event, start, request.fill_len)
         self.pool.commit_incoming(request.record, request.fill_len)
@@ -468,6 +470,7 @@ class DecodeCore:
         """What landed is kept where it is of use; the rest comes by another lane, from somebody who was not tried yet,
         in the end from here."""
         request, start = self._handoffs.close(event.key)
+        request.times.handed_over(now)
         if event.failure.code is ErrorCode.INTERNAL and not event.peer_lost:
             request.try_again(event.peer)
         if self.pool.lands_in_part:

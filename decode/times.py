@@ -20,6 +20,8 @@ class Times:
     refused_since_s: float | None = None
     restore_s: float = 0.0
     restoring_since_s: float | None = None
+    handoff_s: float = 0.0
+    handing_over_since_s: float | None = None
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     scatter_s: float = 0.0
@@ -53,6 +55,16 @@ class Times:
         self.restore_s += now - self.restoring_since_s
         self.restoring_since_s = None
 
+    def asked(self, now: float) -> None:
+        """A prefill worker is to hand the KV over."""
+        self.handing_over_since_s = now
+
+    def handed_over(self, now: float) -> None:
+        """It did, or will not."""
+        assert self.handing_over_since_s is not None
+        self.handoff_s += now - self.handing_over_since_s
+        self.handing_over_since_s = None
+
     def runs(self, now: float) -> None:
         self.running_since_s = now
         self.counted = True
@@ -75,6 +87,7 @@ class Times:
             queue_s=self.queue_s,
             reserve_wait_s=self.reserve_wait_s,
             restore_s=self.restore_s,
+            handoff_s=self.handoff_s,
             prefill_s=self.prefill_s,
             transfer_s=self.transfer_s,
             scatter_s=self.scatter_s,

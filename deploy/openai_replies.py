@@ -209,6 +209,7 @@ def server_timing(extension: BatonExtension) -> str:
     timeline = extension.timeline
     parts = [
         ("queue", timeline.queue_s),
+        ("handoff", timeline.handoff_s),
         ("prefill", timeline.prefill_s),
         ("transfer", timeline.transfer_s),
         ("decode", timeline.decode_s),

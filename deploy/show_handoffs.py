@@ -29,8 +29,8 @@ def print_flows(status: GatewayStatus, console: Console) -> None:
         console.print()
         console.print(table)
         console.print(
-            "[dim]p50, p99: asked for until committed, the prompt's computing included; tail: all computed until\n"
-            "committed. wait: for a lane and staging, on average. again: frames and regions sent twice.\n"
+            "[dim]p50, p99: asked for until committed, computing included; tail: after that.\n"
+            "wait: for a lane and staging, on average; again: frames, regions sent twice;\n"
             "stall: computed and without credit, in all.[/]"
         )
 
@@ -90,12 +90,12 @@ def print_handoff(one: HandoffTimes, console: Console) -> None:
         f"{one.tokens} tokens, {format_bytes(one.nbytes)} in {one.region_count} regions; {one.outcome} {one.reason}"
     )
     table = make_table("In ms since it began", "what", ">at", ">took", ">bytes")
-    rows = [(at_s, (mark, short_ms(at_s), "", "")) for mark, at_s in one.marks.items()]
-    rows += [
+    rows = [
         (region.ended_s, (f"region {region.seq} landed", short_ms(region.ended_s),
                           short_ms(region.ended_s - region.begun_s), format_bytes(region.nbytes)))
         for region in one.regions
     ]  # fmt: skip
+    rows += [(at_s, (mark, short_ms(at_s), "", "")) for mark, at_s in one.marks.items()]
     for _, row in sorted(rows, key=lambda each: each[0]):
         table.add_row(*row)
     console.print(table)

@@ -246,6 +246,7 @@ def test_lost_prefill_worker_keeps_what_landed_and_asks_another() -> None:
     rig.decode.now = 1.0
     rig.hold_offers = True
     rig.submit("r", prompt_of(30))
+    rig.decode.now += 2.0
     first = next(effect for effect in rig.log if isinstance(effect, OpenSink))
     peers = {PREFILL.worker, PREFILL_2.worker}
     if first.peer == PREFILL.worker:
@@ -259,6 +260,7 @@ def test_lost_prefill_worker_keeps_what_landed_and_asks_another() -> None:
     assert [effect.key.attempt for effect in opened] == [0, 1]
     assert {effect.peer for effect in opened} == peers
     assert opened[1].start == landed
+    rig.decode.now += 3.0
     rig.lose_prefill()  # nobody is left: the rest is computed here
     rig.view(*EVERYONE[:2])
     while (effects := rig.decode.step()) is not None:
@@ -267,6 +269,7 @@ def test_lost_prefill_worker_keeps_what_landed_and_asks_another() -> None:
     timeline = rig.gateway.finals["r"].timeline
     assert timeline is not None
     assert timeline.attempts == 2
+    assert timeline.handoff_s == pytest.approx(5.0), "of both"
     assert (timeline.transferred_tokens, timeline.local_tokens) == (landed, 30 - landed)
     assert timeline.lane == ("inproc" if landed else "")
 
