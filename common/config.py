@@ -25,6 +25,7 @@ FAKE_MODEL = "fake"
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 LANES = ("local", "ucx", "tcp", "zmq")
 MAX_TCP_STREAMS = 16
+LaneChoice = Literal["measured", "order"]
 DigestKind = Literal["sampled", "full"]
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
@@ -124,6 +125,7 @@ class LaneCapsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq"
+    lane_choice: LaneChoice = "measured"  # measured: a lane that is clearly faster comes before the order
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
     credit_regions: int = 4  # regions in flight per hand-off

@@ -358,6 +358,21 @@ class Failed(_Message, frozen=True, kw_only=True):
     failure: Failure
 
 
+class Probe(_Message, frozen=True, kw_only=True):
+    """receiver -> source: make `nbytes` bytes of no meaning ready on `lane` under `tag`: I measure it. May be lost, or
+    ignored by a source that has other things to do."""
+
+    lane: ShortStr
+    tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)]
+
+
+class ProbeReady(_Message, frozen=True, kw_only=True):
+    """source -> receiver: they are."""
+
+    tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
 Body = (
     Hello
     | Reject
@@ -381,6 +396,8 @@ Body = (
     | Cancel
     | Cancelled
     | Failed
+    | Probe
+    | ProbeReady
 )
 
 HandoffBody = Offer | Accept | Refuse | Chunk | Ack | Nack | Done | Commit | Cancel | Cancelled | Failed

@@ -80,7 +80,8 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
     table = make_table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes")
     for use in status.lanes:
         others = [
-            f"{lane.lane} {lane.status}" + (f" ({lane.reason})" if lane.reason else "")
+            f"{lane.lane} {lane.status}"
+            + (f" ({lane.reason})" if lane.reason else f" ({lane.gbps:.1f} GB/s)" if lane.gbps else "")
             for lane in account_of(status, use.decode_worker).lanes
             if lane.peer == use.prefill_worker and lane.lane != use.lane
         ]

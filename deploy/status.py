@@ -53,6 +53,7 @@ class LaneState(Struct, frozen=True, kw_only=True):
     lane: str
     status: str
     reason: str = ""
+    gbps: float = 0.0
 
 
 class WorkerAccount(Struct, frozen=True, kw_only=True):

@@ -19,13 +19,14 @@ from typing import assert_never
 from baton.common.config import TransferConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.errors import ConfigError
-from baton.common.ids import WorkerId
+from baton.common.ids import Stamp, WorkerId
 from baton.common.kv.layout import Component
-from baton.common.messages import LaneAddress, Member
+from baton.common.messages import LaneAddress, Member, Probe, ProbeReady
 from baton.common.trace import Args, Recorder
 from baton.transfer.caps import Caps
 from baton.transfer.digest import RegionDigest
 from baton.transfer.incoming import Incoming
+from baton.transfer.lane_probes import LaneProbes
 from baton.transfer.link import LaneView
 from baton.transfer.outgoing import Outgoing
 from baton.transfer.peer_lanes import PeerLanes
@@ -39,6 +40,7 @@ from baton.transfer.session.effects import (
     LandRegion,
     PrepareSink,
     RegionReady,
+    SendFrame,
     SendRegion,
 )
 from baton.transfer.session.ledger import handoff_name
@@ -86,6 +88,16 @@ class DataPlane:
         parts = (handler, self._lanes, self._answer, lambda: next(numbers))
         self._incoming = Incoming(config, Caps(config.max_gbps, lane_caps), *parts)
         self._outgoing = Outgoing(config, Caps(config.max_gbps, lane_caps), *parts)
+        self._frames: list[SendFrame] = []
+        component = memory.layout.components[0]
+        self._probes = LaneProbes(
+            self._lanes,
+            (self._incoming.ring, self._outgoing.ring),
+            (component, handler.unit_bytes(component)),
+            lambda: next(numbers),
+            self._incoming.is_idle,
+            lambda peer, body: self._frames.append(SendFrame(peer.worker, peer.epoch, body)),
+        )
 
     # ------------------------------------------------------------------------------------------- peers
 
@@ -98,8 +110,8 @@ class DataPlane:
         self._lanes.set_peers(peers, now)
 
     def lane_gbps(self, peer: WorkerId, lane: str) -> float:
-        """What regions of hand-offs with `peer` reached on `lane` lately, in either direction; 0.0: not known. On a
-        pull lane only the receiver sees bytes move."""
+        """What regions of hand-offs with `peer` reached on `lane` lately, in either direction, or what a probe found;
+        0.0: not known. On a pull lane only the receiver sees bytes move."""
         return self._lanes.gbps(peer, lane)
 
     # ----------------------------------------------------------------------------------------- effects
@@ -127,8 +139,11 @@ class DataPlane:
         """Goes on with everything under way, for about TURN_S."""
         end = time.perf_counter() + TURN_S
         for event in self._lanes.poll(now):
-            if not self._incoming.on_operation(event, now):
+            if not (self._probes.on_operation(event) or self._incoming.on_operation(event, now)):
                 self._outgoing.on_operation(event)
+        for peer, lane in self._lanes.take_to_measure():
+            self._probes.want(peer, lane, now)
+        self._probes.step(now)
         self._incoming.prepare_waiting(now)
         while any([self._incoming.step(now), self._outgoing.step(now)]) and time.perf_counter() < end:
             pass
@@ -140,10 +155,23 @@ class DataPlane:
         waits = [
             self._incoming.wait_s(now),
             self._outgoing.wait_s(now),
+            self._probes.wait_s(now),
             LANE_BUSY_S if self._lanes.busy else None,
             max(0.0, link_due - now) if link_due is not None else None,
         ]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def on_frame(self, body: Probe | ProbeReady, peer: Stamp, now: float) -> None:
+        """A peer measures a lane to here, or is ready for being measured. What there is to say: `take_frames`."""
+        if isinstance(body, Probe):
+            self._probes.serve(body, peer, now)
+        else:
+            self._probes.on_ready(body, peer)
+
+    def take_frames(self) -> list[SendFrame]:
+        """Frames to send, of probes; they may be lost."""
+        frames, self._frames = self._frames, []
+        return frames
 
     def snapshot(self, now: float) -> DataPlaneSnapshot:
         return DataPlaneSnapshot(

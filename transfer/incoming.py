@@ -90,7 +90,7 @@ class Incoming:
         self._lanes = lanes
         self._answer = answer
         self._next_op = next_op
-        self._ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
+        self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
         self._shares = SlotShares()
         self._waiting: dict[HandoffKey, PrepareSink] = {}  # for a lane or a slot
         self._recheck_at_s, self._seen_version = 0.0, 0
@@ -112,7 +112,7 @@ class Incoming:
         target = self._handler.destination_of(effect.key, chunk)
         if not isinstance(target, Rows):
             self._answer_landed(effect, target, now)
-        elif effect.lane in self._lanes.staged and chunk.nbytes > self._ring.slot_bytes:
+        elif effect.lane in self._lanes.staged and chunk.nbytes > self.ring.slot_bytes:
             self._fail(effect, f"region of {chunk.nbytes} bytes is larger than a slot", False, now)
         else:
             queue, holds = (self._to_pull, 0) if effect.lane in self._lanes.pull else (self._to_receive, target.nbytes)
@@ -161,12 +161,12 @@ class Incoming:
                 pass
 
     def _grant_slots(self, now: float) -> None:
-        while (granted := self._shares.grant(self._ring.free)) is not None:
+        while (granted := self._shares.grant(self.ring.free)) is not None:
             key, count = granted
             effect = self._waiting[key]
             chosen = self._lanes.choose(effect.peer, now)
             if isinstance(chosen, Chosen) and chosen.lane in self._lanes.staged:
-                self._ring.reserve(key, count)
+                self.ring.reserve(key, count)
                 self._open(effect, chosen, count)
             else:  # its lane went while it waited
                 self._shares.close(key)
@@ -208,7 +208,7 @@ class Incoming:
             self._ops[op] = _Receive(wanted, None, time.perf_counter())
             self._lanes.direct[effect.lane].receive(op, effect.peer, effect.tag, wanted.target)
         else:
-            lease = self._ring.lease(effect.key, effect.chunk.seq)
+            lease = self.ring.lease(effect.key, effect.chunk.seq)
             assert lease is not None, f"{effect.key}: more regions under way than slots were promised"
             self._ops[op] = _Receive(wanted, lease, time.perf_counter())
             self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
@@ -231,7 +231,7 @@ class Incoming:
             elif isinstance(event, Ended):
                 self._fail(effect, event.reason, event.peer_lost, now)
         if receive.lease is not None:
-            self._ring.give_back(receive.lease)
+            self.ring.give_back(receive.lease)
         if outcome is not None:
             self._answer_landed(effect, outcome, now)
         if not isinstance(event, Ended):
@@ -242,11 +242,11 @@ class Incoming:
         """How many regions more may come after this one has landed."""
         if effect.lane not in self._lanes.staged:
             return 1
-        slots = self._shares.landed(effect.key, self._ring.free)
+        slots = self._shares.landed(effect.key, self.ring.free)
         if slots == 0:
-            self._ring.release(effect.key)
+            self.ring.release(effect.key)
         elif slots > 1:
-            self._ring.reserve(effect.key, slots - 1)
+            self.ring.reserve(effect.key, slots - 1)
         return slots
 
     def _pull_region(self, effect: LandRegion, target: Rows, now: float) -> None:
@@ -286,7 +286,7 @@ class Incoming:
             queue = self._to_pull if sink.lane in self._lanes.pull else self._to_receive
             queue.forget(sink.lane, sink.peer, key)
         self._handler.forget(key)
-        self._ring.close(key)
+        self.ring.close(key)
 
     def _note_moved(self, effect: LandRegion, started_s: float) -> None:
         ended_s = time.perf_counter()
@@ -302,7 +302,11 @@ class Incoming:
     @property
     def slots(self) -> tuple[int, int, int]:
         """Free, reserved, leased."""
-        return self._ring.free, self._ring.reserved, self._ring.leased
+        return self.ring.free, self.ring.reserved, self.ring.leased
+
+    def is_idle(self, peer: Stamp) -> bool:
+        """Nothing of `peer` may land."""
+        return not any(sink.peer == peer for sink in self._sinks.values())
 
     @property
     def waiting(self) -> int:

@@ -42,6 +42,8 @@ from baton.common.messages import (
     Load,
     Member,
     Membership,
+    Probe,
+    ProbeReady,
     Reject,
 )
 from baton.common.trace import Recorder
@@ -258,6 +260,7 @@ class IoThread:
             now = self._clock.now()  # copying took a while
             self._answer(events, now)
             self._carry_out(self._hand_offs.endpoint.on_timer(now), now)
+            self._carry_out(self._hand_offs.data.take_frames(), now)
         if self._roster.speak(now):
             self._speak(now)
 
@@ -295,6 +298,9 @@ class IoThread:
         if isinstance(body, HandoffBody):
             if self._hand_offs is not None:
                 self._carry_out(self._hand_offs.endpoint.on_frame(frame, now), now)
+        elif isinstance(body, Probe | ProbeReady):
+            if self._hand_offs is not None:
+                self._hand_offs.data.on_frame(body, sender, now)
         elif isinstance(body, Heartbeat) and not self._hears_loads:
             pass
         elif self._deliver(FromPeer(sender, body)) is False:

@@ -1,13 +1,13 @@
 """Which lane to which peer, and why. Pure: told what transports report, it answers which lane an attempt shall use.
 
-Owns: the state of every (peer, lane), the avoidance of a lane that failed, and the schedule for trying it again.
-Never: a socket, or a change of lane within an attempt: a lane is chosen when a hand-off is prepared, and the next
-attempt may get another.
+Owns: the state of every (peer, lane), how much faster a lane must be to come before the order, the avoidance of a lane
+that failed, and the schedule for trying it again. Never: a socket, or a change of lane within an attempt: a lane is
+chosen when a hand-off is prepared, and the next attempt may get another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +19,9 @@ CONNECT_TIMEOUT_S = 15.0
 PATIENCE_S = 1.5
 """So long a hand-off waits for a better lane that is still connecting."""
 RETRY_S = 2.0
+CLEARLY_FASTER = 1.3
+"""Another lane is taken instead of the first in order when it is so many times as fast. Once taken, it stays for as
+long as it is faster at all."""
 AVOID_S = 10.0
 """So long a lane that failed under a hand-off is passed over for that peer."""
 
@@ -39,6 +42,7 @@ class LaneView:
     reason: str = ""  # why it is not up
     age_s: float = 0.0  # in this status
     avoided: bool = False
+    gbps: float = 0.0  # lately reached, or found by a probe; 0.0: not known, or not to be looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,22 @@ class NoLane:
     reason: str
 
 
-def choose_lane(views: Sequence[LaneView]) -> Chosen | Wait | NoLane:
-    """The first lane, in order of preference, that is up and has not just failed. A better one that is about to come
-    up is waited for, but not long; one that just failed is taken when it is all there is."""
+def choose_lane(views: Sequence[LaneView], current: str = "") -> Chosen | Wait | NoLane:
+    """Of the lanes that are up and have not just failed the first in order, or one that is clearly faster; `current` is
+    the one in use. A lane before all these that is about to come up is waited for, but not long; one that just failed
+    is taken when it is all there is."""
     passed: list[str] = []
+    fit: list[LaneView] = []
     for view in views:
         if view.status is LaneStatus.UP and not view.avoided:
-            return Chosen(view.lane, f"preferred over the rest; passed over: {'; '.join(passed) or 'none'}")
-        if view.status is LaneStatus.CONNECTING and view.age_s < PATIENCE_S:
+            fit.append(view)
+        elif view.status is LaneStatus.CONNECTING and view.age_s < PATIENCE_S and not fit:
             return Wait(f"{view.lane} is connecting")
-        why = view.reason or view.status
-        passed.append(f"{view.lane} ({'failed a moment ago' if view.avoided else why})")
+        elif not fit:
+            why = view.reason or view.status
+            passed.append(f"{view.lane} ({'failed a moment ago' if view.avoided else why})")
+    if fit:
+        return _choose_fastest(fit, current, passed)
     for view in views:
         if view.status is LaneStatus.UP:
             return Chosen(view.lane, f"failed a moment ago, but nothing else is up: {'; '.join(passed)}")
@@ -77,6 +86,15 @@ def choose_lane(views: Sequence[LaneView]) -> Chosen | Wait | NoLane:
         if view.status is LaneStatus.CONNECTING:
             return Wait(f"{view.lane} is connecting")
     return NoLane("; ".join(passed) or "no lane is configured")
+
+
+def _choose_fastest(fit: Sequence[LaneView], current: str, passed: Sequence[str]) -> Chosen:
+    first, best = fit[0], max(fit, key=lambda view: view.gbps)
+    known = ", ".join(f"{view.lane} {view.gbps:.2f}" for view in fit if view.gbps > 0)
+    over = f"passed over: {'; '.join(passed) or 'none'}"
+    if first.gbps > 0 and best.gbps > first.gbps * (1.0 if best.lane == current else CLEARLY_FASTER):
+        return Chosen(best.lane, f"faster, in GB/s: {known}; {over}")
+    return Chosen(first.lane, f"preferred over the rest; {f'in GB/s: {known}; ' if known else ''}{over}")
 
 
 @dataclass(slots=True)
@@ -105,10 +123,12 @@ class CloseLink:
 
 
 class Links:
-    """All lanes to all peers that this process receives from. `lanes` in order of preference."""
+    """All lanes to all peers that this process receives from. `lanes` in order of preference; `gbps` tells what is
+    known of the speed of one, where speed is to matter."""
 
-    def __init__(self, lanes: Sequence[str]) -> None:
+    def __init__(self, lanes: Sequence[str], gbps: Callable[[WorkerId, str], float] | None = None) -> None:
         self._order = tuple(lanes)
+        self._gbps = gbps
         self._peers: dict[Stamp, dict[str, _Lane]] = {}
 
     def set_peers(self, peers: Iterable[tuple[Stamp, Sequence[LaneAddress]]], now: float) -> list[OpenLink | CloseLink]:
@@ -161,14 +181,26 @@ class Links:
 
     def views(self, peer: Stamp, now: float) -> list[LaneView]:
         return [
-            LaneView(name, lane.status, lane.reason, now - lane.since_s, now < lane.avoid_until_s)
+            LaneView(
+                name,
+                lane.status,
+                lane.reason,
+                now - lane.since_s,
+                now < lane.avoid_until_s,
+                self._gbps(peer.worker, name) if self._gbps is not None else 0.0,
+            )
             for name, lane in self._peers.get(peer, {}).items()
         ]
 
-    def choose(self, peer: Stamp, now: float) -> Chosen | Wait | NoLane:
+    def is_up(self, peer: Stamp, lane: str) -> bool:
+        state = self._peers.get(peer, {}).get(lane)
+        return state is not None and state.status is LaneStatus.UP
+
+    def choose(self, peer: Stamp, now: float, current: str = "") -> Chosen | Wait | NoLane:
+        """`current`: the lane that hand-offs with this peer use."""
         if peer not in self._peers:
             return NoLane("the peer is not a member")
-        return choose_lane(self.views(peer, now))
+        return choose_lane(self.views(peer, now), current)
 
     def snapshot(self, now: float) -> dict[WorkerId, list[LaneView]]:
         return {peer.worker: self.views(peer, now) for peer in self._peers}

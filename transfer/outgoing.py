@@ -53,9 +53,9 @@ class Outgoing:
         self._lanes = lanes
         self._answer = answer
         self._next_op = next_op
-        self._ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
+        self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
         half = max(
-            1, self._ring.slots // 2
+            1, self.ring.slots // 2
         )  # a receiver that leaves what it was promised lying takes no more from others
         self._to_send: RegionQueue[SendRegion] = RegionQueue(caps, half)  # through slots
         self._to_offer: RegionQueue[SendRegion] = RegionQueue(caps, 1)  # straight out of the pages
@@ -68,7 +68,7 @@ class Outgoing:
         staged = effect.lane in self._lanes.staged
         if effect.lane not in self._lanes.transports:
             self._fail(effect, "this process does not have it")
-        elif staged and nbytes > self._ring.slot_bytes:
+        elif staged and nbytes > self.ring.slot_bytes:
             self._fail(effect, "the region is larger than a slot")
         else:
             self._places[effect.key] = (effect.lane, effect.peer)
@@ -87,7 +87,7 @@ class Outgoing:
 
     def step(self, now: float) -> bool:
         """Gathers and sends one region, or digests one that leaves its pages without a copy. False: none may start."""
-        effect = self._to_send.take(now) if self._ring.free else None
+        effect = self._to_send.take(now) if self.ring.free else None
         effect = self._to_offer.take(now) if effect is None else effect
         if effect is not None:
             self._start(effect)
@@ -104,7 +104,7 @@ class Outgoing:
             nbytes = self._bytes_of(effect)
             self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, ended_s)
         if sent.lease is not None:
-            self._ring.give_back(sent.lease)
+            self.ring.give_back(sent.lease)
             self._to_send.ended(effect.lane, effect.peer, 1)
 
     def _start(self, effect: SendRegion) -> None:
@@ -117,7 +117,7 @@ class Outgoing:
             op = self._start_op(effect, None)
             self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
         else:
-            lease = self._ring.lease_free(effect.key, effect.seq)
+            lease = self.ring.lease_free(effect.key, effect.seq)
             assert lease is not None, "taken from the queue without a free slot"
             payload = self._handler.gather(source, lease.view)
             nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
@@ -139,13 +139,13 @@ class Outgoing:
 
     def wait_s(self, now: float) -> float | None:
         """How soon it wants to go on; None: not before something happens."""
-        waits = [self._to_offer.wait_s(now), self._to_send.wait_s(now) if self._ring.free else None]
+        waits = [self._to_offer.wait_s(now), self._to_send.wait_s(now) if self.ring.free else None]
         return min((wait for wait in waits if wait is not None), default=None)
 
     @property
     def slots(self) -> tuple[int, int, int]:
         """Free, reserved, leased."""
-        return self._ring.free, self._ring.reserved, self._ring.leased
+        return self.ring.free, self.ring.reserved, self.ring.leased
 
     @property
     def operations(self) -> int:

@@ -6,6 +6,8 @@ Owns: the transports, the states of their links (`link.py`), and speeds. Never: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from math import inf
 from typing import assert_never
 
 from baton.common.config import TransferConfig
@@ -49,8 +51,11 @@ class PeerLanes:
         assert not (self.staged.keys() | self.direct.keys()) & PULL_LANES
         self.transports: dict[str, Transport] = {**self.staged, **self.direct, **self.pull}
         self._order = tuple(lane for lane in config.lanes if lane in self.transports)
-        self._links = Links(self._order)
         self._speeds = LaneSpeeds()
+        self._measured = config.lane_choice == "measured" and len(self._order) > 1
+        self._links = Links(self._order, self._usable_gbps if self._measured else None)
+        self._caps: dict[str, float] = {lane: gbps for lane, gbps in asdict(config.lane_max_gbps).items() if gbps}
+        self._to_measure: list[tuple[Stamp, str]] = []
         self._in_use: dict[Stamp, str] = {}
         self.version = 0  # another one after every change that a choice of lane may depend on
 
@@ -64,6 +69,14 @@ class PeerLanes:
         self.version += 1
         for stamp in [stamp for stamp in self._in_use if not self._links.knows(stamp)]:
             del self._in_use[stamp]
+
+    def take_to_measure(self) -> list[tuple[Stamp, str]]:
+        """Lanes that came up or failed since the last call, where their speed matters."""
+        pairs, self._to_measure = self._to_measure, []
+        return pairs if self._measured else []
+
+    def is_up(self, peer: Stamp, lane: str) -> bool:
+        return self._links.is_up(peer, lane)
 
     def knows(self, peer: Stamp) -> bool:
         return self._links.knows(peer)
@@ -82,6 +95,7 @@ class PeerLanes:
                         yield event
                     case LinkUp():
                         self._links.on_up(event.peer, lane, now)
+                        self._to_measure.append((event.peer, lane))
                         self.version += 1
                     case LinkDown():
                         self._links.on_down(event.peer, lane, event.reason, now)
@@ -102,7 +116,7 @@ class PeerLanes:
     # ----------------------------------------------------------------------------------------- choices
 
     def choose(self, peer: Stamp, now: float) -> Chosen | Wait | NoLane:
-        return self._links.choose(peer, now)
+        return self._links.choose(peer, now, self._in_use.get(peer, ""))
 
     def use(self, peer: Stamp, chosen: Chosen) -> None:
         """A hand-off with `peer` takes this lane: said aloud when it is another one than before."""
@@ -114,6 +128,7 @@ class PeerLanes:
         """A hand-off broke on it while receiving."""
         _log.warning("lane_failed", peer=peer.worker, lane=lane, reason=reason)
         self._links.on_failure(peer, lane, now)
+        self._to_measure.append((peer, lane))
         self.version += 1
 
     # ---------------------------------------------------------------------------------------- measures
@@ -121,8 +136,17 @@ class PeerLanes:
     def note_moved(self, peer: WorkerId, lane: str, nbytes: int, started_s: float, ended_s: float) -> None:
         self._speeds.note(peer, lane, nbytes, started_s, ended_s)
 
+    def set_speed(self, peer: WorkerId, lane: str, nbytes: int, took_s: float) -> None:
+        """As a probe found it."""
+        self._speeds.set(peer, lane, nbytes, took_s)
+        _log.info("lane_measured", peer=peer, lane=lane, gbps=round(nbytes / took_s / 1e9, 3))
+
     def gbps(self, peer: WorkerId, lane: str) -> float:
         return self._speeds.gbps(peer, lane)
+
+    def _usable_gbps(self, peer: WorkerId, lane: str) -> float:
+        """A probe does not mind the cap of a lane; hand-offs do."""
+        return min(self._speeds.gbps(peer, lane), self._caps.get(lane, inf))
 
     def views(self, now: float) -> dict[WorkerId, list[LaneView]]:
         return self._links.snapshot(now)

@@ -41,6 +41,11 @@ class LaneSpeeds:
             speed.moved_bytes = speed.moved_bytes * keep + nbytes
             speed.busy_s = speed.busy_s * keep + took_s
 
+    def set(self, peer: WorkerId, lane: str, nbytes: int, took_s: float) -> None:
+        """What a probe found, in place of all that was known; the hand-offs that follow soon outweigh it."""
+        speed = self._speeds.setdefault((peer, lane), _Speed())
+        speed.moved_bytes, speed.busy_s = nbytes, took_s
+
     def gbps(self, peer: WorkerId, lane: str) -> float:
         """Gigabytes (1e9) per second; 0.0: not known."""
         speed = self._speeds.get((peer, lane))

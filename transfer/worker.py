@@ -77,6 +77,7 @@ class LaneStatus(Struct, frozen=True, kw_only=True):
     lane: str
     status: str
     reason: str
+    gbps: float  # lately reached, or found by a probe; 0.0: not known
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):
@@ -356,7 +357,7 @@ def _lane_statuses(io: IoThread) -> tuple[LaneStatus, ...]:
     if data is None:
         return ()
     return tuple(
-        LaneStatus(peer=peer, lane=view.lane, status=view.status, reason=view.reason)
+        LaneStatus(peer=peer, lane=view.lane, status=view.status, reason=view.reason, gbps=view.gbps)
         for peer, views in sorted(data.lanes.items())
         for view in views
     )

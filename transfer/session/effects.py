@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.common.ids import HandoffKey, Stamp, WorkerId
-from baton.common.messages import Chunk, Failure, HandoffBody
+from baton.common.messages import Chunk, Failure, HandoffBody, Probe, ProbeReady
 from baton.transfer.api import SinkEvent, SourceEvent
 from baton.transfer.plan import Span
 
@@ -38,7 +38,7 @@ class SendFrame:
 
     worker: WorkerId
     dst_epoch: int
-    body: HandoffBody
+    body: HandoffBody | Probe | ProbeReady
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class LocalTransport:
             return PullFailed("the link is not open", peer_lost=False)
         theirs, ours = known[source.component], self._pools[target.component].rows
         for rows, pool in ((source, theirs.rows), (target, ours)):
-            if len(rows.units) and not (rows.units.min() > 0 and rows.units.max() < len(pool)):
+            if len(rows.units) and not (rows.units.min() >= 0 and rows.units.max() < len(pool)):
                 return PullFailed("a unit outside of the pool", peer_lost=False)
             assert 0 <= rows.begin < rows.end <= pool.shape[1], rows
         if len(source.units) != len(target.units) or source.row_bytes != target.row_bytes:

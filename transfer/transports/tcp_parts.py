@@ -162,7 +162,7 @@ class RegionMemory:
         """Of neighbouring rows one."""
         ids, row_bytes = rows.units.astype(np.int64), rows.row_bytes
         assert 0 <= rows.begin < rows.end <= self._unit_bytes, rows
-        assert ids.min() > 0, "the null page"
+        assert ids.min() >= 0, "a unit outside of the pool"
         assert ids.max() < self._units, "a unit outside of the pool"
         begins = ids * self._unit_bytes + rows.begin
         firsts = np.concatenate(([0], np.flatnonzero(np.diff(begins) != row_bytes) + 1))
