@@ -63,6 +63,7 @@ class BatonEnd:
             pages.fill(self.pool)
         self._ids = {side: pages.scattered(pool_bytes, page_bytes, side) for side in ("source", "target")}
         self._events: queue.Queue[object] = queue.Queue()
+        self._views: queue.Queue[MembershipView] = queue.Queue()
         self._handoffs = 0
         self._meter = Meter()
         self._opened: Message = {}
@@ -88,7 +89,7 @@ class BatonEnd:
         )
         self._io.start()
         self._io.wait_admitted(WAIT_S)
-        while len(self._wait_for(MembershipView).members) < spec["members"]:
+        while len(self._views.get(timeout=WAIT_S).members) < spec["members"]:
             pass
 
     def commands(self) -> dict[str, Callable[[Message], Message]]:
@@ -176,7 +177,8 @@ class BatonEnd:
 
     def _outcome(self, message: Message) -> Message:
         """How the opened hand-off ended, and how many of the pages that it says are valid are not."""
-        event = self._wait_for((SinkCommitted, SinkFailed))
+        event = self._events.get(timeout=WAIT_S)
+        assert isinstance(event, SinkCommitted | SinkFailed), event
         valid = self._opened["pages"] if isinstance(event, SinkCommitted) else event.landed_until
         ours, theirs = (pages.stretch(self._ids[side], 0, valid) for side in ("target", "source"))
         wrong = pages.wrong_pages(self.pool, ours, theirs) if valid else 0
@@ -227,6 +229,8 @@ class BatonEnd:
                     self._source_over.set()
             case FromPeer(sender, body) if self.side == "source":
                 self._io.post(SendTo(sender.worker, sender.epoch, body))
+            case MembershipView():
+                self._views.put(event)
             case _:
                 self._events.put(event)
 
@@ -244,12 +248,10 @@ class BatonEnd:
             deadline_s=time.monotonic() + ttl_s,
         )
 
-    def _wait_for(self, kind: type[EventT] | tuple[type[EventT], ...]) -> EventT:
-        while True:
-            event = self._events.get(timeout=WAIT_S)
-            if isinstance(event, kind):
-                return event
-            assert isinstance(event, MembershipView), event
+    def _wait_for(self, kind: type[EventT]) -> EventT:
+        event = self._events.get(timeout=WAIT_S)
+        assert isinstance(event, kind), event
+        return event
 
 
 def _profile_threads(folder: str) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.transfer.children import EndFailed, Pair
 from benchmarks.transfer.legs import BatonLeg, NixlLeg
@@ -54,15 +55,15 @@ class Missed(Exception):
 def measure(baton: list[BatonLeg], *, nixl: bool, scale: Scale = SCALE) -> list[Late]:
     results = []
     for leg in baton:
-        results.append(_try(leg.name, "source", False, scale, lambda leg=leg: _baton_source_stopped(leg, scale)))
-        results.append(_try(leg.name, "target", False, scale, lambda leg=leg: _baton_target_stopped(leg, scale)))
+        results.append(_try(leg.name, "source", False, scale, partial(_baton_source_stopped, leg, scale)))
+        results.append(_try(leg.name, "target", False, scale, partial(_baton_target_stopped, leg, scale)))
     if nixl:
         write = NixlLeg("NIXL write", "host", operation="WRITE", progress_thread=False)
         read = NixlLeg("NIXL read", "host", progress_thread=False)
-        for share, when in ((1, "at its first page"), (scale.pages // 4, "after a quarter")):
-            run = lambda share=share: _nixl_source_stopped(write, scale, share)  # noqa: E731
+        for landed, when in ((1, "at its first page"), (scale.pages // 4, "after a quarter")):
+            run = partial(_nixl_source_stopped, write, scale, landed)
             results.append(_try(f"{write.name}, stopped {when}", "source", True, scale, run))
-        results.append(_try(read.name, "target", True, scale, lambda: _nixl_target_stopped(read, scale)))
+        results.append(_try(read.name, "target", True, scale, partial(_nixl_target_stopped, read, scale)))
     return results
 
 

@@ -117,9 +117,9 @@ def _peer_pair(module: str, spec: Mapping[str, object], initiator: str) -> Pair:
     children: list[Child] = []
     try:
         children += [Child(module, {**spec, "side": side}, peers=True) for side in ("source", "target")]
-        join(*children)
+        join(children[0], children[1])
     except EndFailed:
         for child in children:
             child.close()
         raise
-    return Pair(*children, initiator, stop_between_turns=True)
+    return Pair(children[0], children[1], initiator, stop_between_turns=True)

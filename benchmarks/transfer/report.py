@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.transfer.legs import Leg
+from benchmarks.transfer.legs import Leg, Wire
 from benchmarks.transfer.rounds import CONTROL, MEMCPY, MEMCPY_TWO, ZMQ_IPC, ZMQ_TCP, Results, Sizes
 
 BULK_BYTES = 64 << 20
@@ -43,6 +43,10 @@ class Tables:
 
     # --------------------------------------------------------------------------------------------- numbers
 
+    @property
+    def bulk_name(self) -> str:
+        return size_name(self._bulk[0] * self._page_bytes)
+
     def gbps(self, name: str, pages: int, concurrent: int) -> float:
         took_s = [move.took_s for move in self._results.moves[name, pages, concurrent]]
         return pages * concurrent * self._page_bytes / statistics.median(took_s) / 1e9
@@ -59,8 +63,10 @@ class Tables:
     def round_trip_s(self, name: str, percentile: float) -> float:
         return float(np.percentile(self._results.seconds[name], percentile))
 
-    def _best(self, chosen: Callable[[Leg], bool], turn: tuple[int, int]) -> float | None:
-        return max((self.gbps(leg.name, *turn) for leg in self._legs if chosen(leg)), default=None)
+    def _best_peer(self, peer: str, wire: Wire) -> float | None:
+        """Its fastest leg on that wire; None when there is none."""
+        legs = [leg for leg in self._legs if leg.name.startswith(peer) and leg.wire == wire]
+        return max((self.gbps(leg.name, *self._bulk) for leg in legs), default=None)
 
     # ---------------------------------------------------------------------------------------------- tables
 
@@ -73,9 +79,7 @@ class Tables:
     def bandwidth(self) -> list[str]:
         turns = self._sizes.turns(self._page_bytes)
         header = ["GB/s"] + [
-            f"{concurrent} × {size_name(pages * self._page_bytes)}"
-            if concurrent > 1
-            else size_name(pages * self._page_bytes)
+            (f"{concurrent} × " if concurrent > 1 else "") + size_name(pages * self._page_bytes)
             for pages, concurrent in turns
         ]
         names = [MEMCPY, MEMCPY_TWO] + [leg.name for leg in self._legs]
@@ -83,16 +87,9 @@ class Tables:
 
     def ratios(self) -> list[str]:
         """At the bulk size: against memcpy, against the best peer on the same wire; and what it costs."""
-        header = [
-            "",
-            "GB/s",
-            "of memcpy",
-            "× best NIXL",
-            "× Mooncake",
-            "CPU-s per GB",
-            "one page p50 / p99, µs",
-            "8 at once",
-        ]
+        bulk, together = self.bulk_name, f"{self._sizes.concurrent} × one page, µs"
+        peers = ["× best NIXL", "× Mooncake"]
+        header = [bulk, "GB/s", "of memcpy", *peers, "CPU-s per GB", "one page p50 / p99, µs", together]
         copied = self.gbps(MEMCPY, *self._bulk)
         rows = [[MEMCPY, f"{copied:.2f}", "100 %", "", "", f"{self.cpu_s_per_gb(MEMCPY):.2f}", "", ""]]
         for leg in self._legs:
@@ -112,7 +109,7 @@ class Tables:
         return table(header, rows)
 
     def _against(self, peer: str, leg: Leg, gbps: float) -> str:
-        best = self._best(lambda other: other.name.startswith(peer) and other.wire == leg.wire, self._bulk)
+        best = self._best_peer(peer, leg.wire)
         return f"{gbps / best:.2f}" if best else "–"
 
     def round_trips(self) -> list[str]:
@@ -124,39 +121,35 @@ class Tables:
         return table(["round trip, µs", "p50", "p99"], rows)
 
     def targets(self) -> list[list[str]]:
-        """Rows of the summary: what was asked for, and what this page size reached at the bulk size."""
-        ours = [leg for leg in self._legs if not leg.is_peer]
-        copied, page = self.gbps(MEMCPY, *self._bulk), size_name(self._page_bytes)
+        """Rows of the summary: what was asked for, and what this page size reached at the bulk size, by which lane."""
         rows = []
 
-        def row(what: str, reached: float | None, target: float, *, at_most: bool = False) -> None:
-            if reached is not None:
-                met = reached <= target if at_most else reached >= target
-                sign = "≤" if at_most else "≥"
-                rows.append([what, page, f"{reached:.2f} ×", f"{sign} {target} ×", "met" if met else "**not met**"])
+        def row(what: str, lane: str, reached: float, target: float, *, at_most: bool = False) -> None:
+            met = reached <= target if at_most else reached >= target
+            page = size_name(self._page_bytes)
+            asked = f"{'≤' if at_most else '≥'} {target} ×"
+            rows.append([what, page, lane, f"{reached:.2f} ×", asked, "met" if met else "**not met**"])
 
-        def best_of(wire: str) -> float | None:
-            return self._best(lambda leg: not leg.is_peer and leg.wire == wire, self._bulk)
-
-        def ratio(wire: str, peer: str) -> float | None:
-            best, theirs = (
-                best_of(wire),
-                self._best(lambda leg: leg.name.startswith(peer) and leg.wire == wire, self._bulk),
+        ours = [leg for leg in self._legs if not leg.is_peer]
+        for wire, what in (("host", "same host"), ("tcp", "TCP")):
+            best = max(
+                (leg for leg in ours if leg.wire == wire),
+                key=lambda leg: self.gbps(leg.name, *self._bulk),
+                default=None,
             )
-            return best / theirs if best and theirs else None
-
-        host = best_of("host")
-        row("same host, against memcpy", host and host / copied, 0.8)
-        row("same host, against NIXL at its best", ratio("host", "NIXL"), 1.2)
-        row("TCP, against NIXL at its best", ratio("tcp", "NIXL"), 2.0)
-        row("TCP, against Mooncake", ratio("tcp", "Mooncake"), 2.0)
-        quickest = min((self.one_page_s(leg.name, 1, 50) for leg in ours), default=None)
-        row(
-            "one page, in ZMQ round trips (tcp)",
-            quickest and quickest / self.round_trip_s(ZMQ_TCP, 50),
-            3.0,
-            at_most=True,
-        )
+            if best is None:
+                continue
+            gbps = self.gbps(best.name, *self._bulk)
+            if wire == "host":
+                row("same host, against memcpy", best.name, gbps / self.gbps(MEMCPY, *self._bulk), 0.8)
+            for peer, target in (("NIXL", 1.2 if wire == "host" else 2.0), ("Mooncake", 2.0)):
+                theirs = self._best_peer(peer, best.wire)
+                if theirs is not None:
+                    row(f"{what}, against {peer} at its best", best.name, gbps / theirs, target)
+        if ours:
+            quickest = min(ours, key=lambda leg: self.one_page_s(leg.name, 1, 50))
+            round_trips = self.one_page_s(quickest.name, 1, 50) / self.round_trip_s(ZMQ_TCP, 50)
+            row("one page, in ZMQ round trips (tcp)", quickest.name, round_trips, 3.0, at_most=True)
         return rows
 
 
@@ -188,7 +181,7 @@ def document(
         "## Targets",
         "",
         *table(
-            ["", "page", f"reached ({size_name(BULK_BYTES)})", "target", ""],
+            ["", "page", "lane", f"reached ({parts[0][1].bulk_name})", "target", ""],
             [row for _, tables in parts for row in tables.targets()],
         ),
     ]
