@@ -44,7 +44,7 @@ sim: $(READY)
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py
 
-# All 200 reference prompts through a real cluster with the real model: 3 lanes, prefix cache on and off; half an hour.
+# All 200 reference prompts through a real cluster with the real model: 4 lanes, prefix cache on and off; half an hour.
 # Then every prefix cache configuration with every small model that it is for.
 parity: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_parity.py tests/e2e/test_pd_parity.py

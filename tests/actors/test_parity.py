@@ -165,7 +165,7 @@ def test_real_weights_of_a_sliding_model(ray_session: None) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("prefix_cache", ["radix", "chunk"])
-@pytest.mark.parametrize("lane", ["local", "ucx", "zmq"])
+@pytest.mark.parametrize("lane", ["local", "ucx", "tcp", "zmq"])
 def test_all_200_prompts(ray_session: None, lane: str, prefix_cache: Literal["radix", "chunk"]) -> None:
     assert len(REFERENCES) == 200
     with serving(lane, prefix_cache) as handle:

@@ -42,7 +42,7 @@ class Soak:
             self.outcomes.append(ask(self.client, question(rng)))
 
 
-@pytest.fixture(params=["local", "zmq", "ucx"])
+@pytest.fixture(params=["local", "tcp", "zmq", "ucx"])
 def lane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from baton.transfer.transports.tcp import TcpTransport
 from baton.transfer.transports.tcp_parts import (
     ASK,
     DATA,
+    DROP,
     END,
     FRAME_BYTES,
     PROOF_BYTES,
@@ -135,6 +137,12 @@ class RawSource:
         self.socket, _ = self._listener.accept()
         self.sink = sink
 
+    def another(self) -> RawSource:
+        """The next connection of the same link."""
+        other = copy(self)
+        other.socket, _ = self._listener.accept()
+        return other
+
     def welcome(self, secret: str = SECRET) -> None:
         self._hello = self.hear(PROOF_BYTES)
         self._welcome = Prover(SOURCE, secret).welcome(self._hello)
@@ -213,6 +221,7 @@ class RawSink:
 
 
 def connect(sink: Side, source: Side) -> None:
+    sink.events.clear()
     sink.lane.open(SOURCE, source.lane.address())
     assert until(lambda: LinkUp(SOURCE) in sink.events, sink, source)
 
@@ -256,18 +265,47 @@ def test_memory_outside_of_the_pool_is_never_touched(units: list[int], begin: in
         memory.pieces(rows(np.array(units, np.int32), begin, end))
 
 
-def test_no_poll_takes_long_whatever_waits(sink: Side, source: Side) -> None:
-    connect(sink, source)
-    for op in range(1, 65):
-        source.lane.send(op, SINK, op, rows(LARGE))
+def test_a_poll_ends_when_its_time_is_over(sink: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = RawSource(sink).prove()
+    sink.lane.receive(1, SOURCE, 11, rows(SMALL))
+    monkeypatch.setattr(tcp, "TURN_S", 0.0)
+    assert raw.hear(FRAME_BYTES) == TcpFrame(ASK, 11, 0).pack()
+    raw.say(TcpFrame(DATA, 11, 3 * PAGE_BYTES), b"\1" * 3 * PAGE_BYTES, TcpFrame(END, 11, WHOLE))
+    sink.turn()
+    assert not sink.pool.any(), "more than a portion in one turn"
+    assert until(lambda: Placed(1) in sink.events, sink)
+    raw.close()
+
+
+def test_regions_are_spread_over_streams_once_all_of_them_are_proven() -> None:
+    sink = Side(SINK, streams=3)
+    first = RawSource(sink)
+    streams = [first, first.another(), first.another()]
+    for raw in streams[:2]:
+        raw.welcome()
+        raw.hear(PROOF_BYTES)
+    assert not sink.events, "up too early"
+    streams[2].prove()
+    for op in (1, 2, 3):
         sink.lane.receive(op, SOURCE, op, rows(LARGE))
-    took_s = []
-    while sum(isinstance(event, Placed) for event in sink.events) < 64:
-        for side in (source, sink):
-            started = time.thread_time()
-            side.turn()
-            took_s.append(time.thread_time() - started)
-    assert np.median(took_s) < 0.01
+    assert {raw.hear(FRAME_BYTES) for raw in streams} == {TcpFrame(ASK, op, 0).pack() for op in (1, 2, 3)}
+    streams[1].close()
+    assert until(lambda: isinstance(sink.events[-1], LinkDown), sink)
+    assert {event.op for event in sink.events if isinstance(event, Ended) and event.peer_lost} == {1, 2, 3}
+    assert sink.events.count(LinkUp(SOURCE)) == 1
+    sink.lane.close()
+
+
+def test_what_is_no_longer_asked_for_is_not_sent(source: Side) -> None:
+    raw = RawSink(source).prove()
+    raw.ask(11)
+    raw.socket.sendall(TcpFrame(DROP, 11, 0).pack() + TcpFrame(ASK, 12, 0).pack())
+    source.lane.send(1, SINK, 12, rows(SMALL[:1]))
+    raw.hear(PAGE_BYTES + 2 * FRAME_BYTES)
+    source.lane.send(2, SINK, 11, rows(SMALL))
+    source.lane.send(3, SINK, 13, rows(SMALL))
+    raw.ask(13)
+    assert TcpFrame.unpack(raw.hear(FRAME_BYTES)).tag == 13
 
 
 # ---------------------------------------------------------------------------------------------- half of a region
@@ -401,10 +439,23 @@ def test_a_receiver_that_goes_ends_what_was_on_its_way_to_it_and_may_come_back(s
     assert until(lambda: Placed(1) in sink.events, sink, source)
 
 
+def test_forgetting_a_peer_ends_everything_with_it(sink: Side, source: Side) -> None:
+    connect(sink, source)
+    sink.lane.receive(1, SOURCE, 11, rows(SMALL))
+    source.lane.send(2, SINK, 12, rows(SMALL))
+    source.lane.close_link(SINK)
+    assert until(lambda: isinstance(sink.events[-1], LinkDown) and bool(source.events), sink, source)
+    assert source.events == [Ended(2, "link closed", peer_lost=False)]
+    assert [(event.op, event.peer_lost) for event in sink.events if isinstance(event, Ended)] == [(1, True)]
+    source.lane.cancel(2)  # has ended
+    sink.lane.cancel(1)
+    connect(sink, source)
+    move(sink, source, 20)
+
+
 def test_a_link_that_is_opened_again_replaces_the_one_before(sink: Side, source: Side) -> None:
     connect(sink, source)
     sink.lane.receive(1, SOURCE, 11, rows(SMALL))
-    sink.events.clear()
     connect(sink, source)
     assert Ended(1, "opened again", peer_lost=False) in sink.events
     move(sink, source, 20)
@@ -513,6 +564,14 @@ def test_a_recorded_conversation_opens_no_door(source: Side) -> None:
     source.lane.send(1, SINK, 11, rows(SMALL))
     heard.ask(11)
     assert TcpFrame.unpack(heard.hear(FRAME_BYTES)) == TcpFrame(DATA, 11, 3 * PAGE_BYTES)
+
+
+def test_who_proves_to_be_back_takes_the_place_of_the_connection_before(source: Side) -> None:
+    before, after = RawSink(source).prove(), RawSink(source).prove()
+    assert before.hear(1) == b""
+    source.lane.send(1, SINK, 11, rows(SMALL))
+    after.ask(11)
+    assert TcpFrame.unpack(after.hear(FRAME_BYTES)).tag == 11
 
 
 def test_a_welcome_meant_for_another_connection_is_not_believed() -> None:

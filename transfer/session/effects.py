@@ -164,9 +164,9 @@ class SinkFenced:
 
 @dataclass(frozen=True, slots=True)
 class SendRegion:
-    """Gather what `span` names of its units, compute size and digest, start sending the bytes under `tag`; on a pull
-    lane only compute size and digest. The Chunk frame is sent by the endpoint, when it hears `RegionReady`, and re-sent
-    by it. Repeated for a damaged region, under a fresh tag.
+    """Gather what `span` names of its units, compute size and digest, start sending the bytes under `tag`; on a direct
+    lane without gathering, on a pull lane only compute size and digest. The Chunk frame is sent by the endpoint, when
+    it hears `RegionReady`, and re-sent by it. Repeated for a damaged region, under a fresh tag.
 
     Answer: `RegionReady` or `SourceLaneFailed`."""
 
