@@ -230,7 +230,7 @@ class Mesh:
     def _receive(self) -> list[Frame]:
         frames: list[Frame] = []
         for _ in range(FRAMES_PER_POLL):
-            if not self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than to be told by an exception
+            if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception
                 break
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
