@@ -319,8 +319,8 @@ class Nack(_Message, frozen=True, kw_only=True):
 
 
 class Done(_Message, frozen=True, kw_only=True):
-    """prefill -> decode: all segments of [start, total_tokens) have been announced in `regions` regions. Re-sent until
-    Commit or Cancel. Both sides compare the counts."""
+    """prefill -> decode: all segments of [start, total_tokens) are computed, and go out in `regions` regions. Re-sent,
+    once these are announced, until Commit or Cancel. Both sides compare the counts."""
 
     key: HandoffKey
     regions: Count

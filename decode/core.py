@@ -72,7 +72,7 @@ from baton.decode.sessions import Sessions
 from baton.decode.steps import RUNNING, Steps
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
-from baton.transfer.api import AbortSink, SinkCommand, SinkCommitted, SinkFailed
+from baton.transfer.api import AbortSink, FirstTokenReady, SinkCommand, SinkCommitted, SinkFailed
 
 _NO_TIERS = TiersConfig()
 LOCAL_SHARE = 16
@@ -139,6 +139,8 @@ class DecodeCore:
                         self._outbox.acknowledge((body.request_id, body.placement), now)
                     case _:
                         self.stray_messages += 1
+            case FirstTokenReady():
+                self._on_first_token(event, now)
             case SinkCommitted():
                 self._on_committed(event, now)
             case SinkFailed():
@@ -447,6 +449,13 @@ class DecodeCore:
     def _prefill_here(self, request: DecodeRequest, until: int) -> None:
         request.state = Prefilling(until)
         self._compute.prefilling.append(request)
+
+    def _on_first_token(self, event: FirstTokenReady, now: float) -> None:
+        """The client gets it before all KV is there. One that ends the answer waits for the pages: they are kept."""
+        request = self._handoffs.find(event.key)
+        ends = event.first_token in request.stop_ids or request.limit == 1
+        if isinstance(request.state, Incoming) and request.wants_first_token and not ends:
+            self._append(request, event.first_token, event.logprob, now)
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request, start = self._handoffs.close(event.key)

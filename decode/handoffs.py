@@ -52,6 +52,10 @@ class Handoffs:
             priority=request.priority,
         )
 
+    def find(self, key: HandoffKey) -> DecodeRequest:
+        """Whose it is; it has not ended yet."""
+        return self._open[key][0]
+
     def close(self, key: HandoffKey) -> tuple[DecodeRequest, int]:
         """It has ended, one way or the other: the pages are the request's again. Also where it started."""
         return self._open.pop(key)

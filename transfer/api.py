@@ -67,6 +67,16 @@ class AbortSink:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstTokenReady:
+    """Prefill has sampled the first token; some bytes are still on their way. At most once per hand-off, before its
+    end, and for good: a hand-off that fails afterwards takes nothing back."""
+
+    key: HandoffKey
+    first_token: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
 class SinkCommitted:
     """All segments of [start, total) are in the pages. They are the request's now."""
 
@@ -176,5 +186,5 @@ class AbortSource:
 
 SinkCommand = OpenSink | AbortSink
 SourceCommand = ShipRegion | FinishSource | AbortSource
-SinkEvent = SinkCommitted | SinkFailed
+SinkEvent = FirstTokenReady | SinkCommitted | SinkFailed
 SourceEvent = OfferReceived | SourceReleased | SourceAborted | SourceStopping

@@ -24,6 +24,7 @@ from baton.transfer.api import (
     AbortSink,
     AbortSource,
     FinishSource,
+    FirstTokenReady,
     OfferReceived,
     PrefillResult,
     ShipRegion,
@@ -297,6 +298,8 @@ class Explorer:
                 case EngineEvent(SinkCommitted() | SinkFailed() as event):
                     assert not world.sink_told, f"{type(event).__name__} after {world.sink_told}"
                     world = world._replace(sink_told=type(event).__name__)
+                case EngineEvent(FirstTokenReady()):
+                    assert not world.sink_told, "a first token after the end"
                 case CloseSink():
                     assert not world.sink_ops, "closed with operations open"
                 case _:

@@ -28,6 +28,7 @@ from baton.transfer.api import (
     AbortSink,
     AbortSource,
     FinishSource,
+    FirstTokenReady,
     OfferReceived,
     OpenSink,
     PrefillResult,
@@ -284,6 +285,7 @@ class DecodeNode(Node):
     def __init__(self, world: World, stamp: Stamp) -> None:
         super().__init__(world, stamp)
         self.incoming: dict[HandoffKey, Incoming] = {}
+        self.streamed: set[HandoffKey] = set()
         self.registered: dict[HandoffKey, PrepareSink] = {}
         self.landings: dict[HandoffKey, list[Landing]] = {}
         self.slots: dict[HandoffKey, int] = {}
@@ -317,6 +319,12 @@ class DecodeNode(Node):
             self.command(AbortSink(key, CANCELLED))
 
     def engine(self, event: object) -> None:
+        if isinstance(event, FirstTokenReady):
+            assert event.first_token == FIRST_TOKEN
+            assert not self.incoming[event.key].ended
+            assert event.key not in self.streamed, "twice"
+            self.streamed.add(event.key)
+            return
         assert isinstance(event, SinkCommitted | SinkFailed)
         incoming, page_size = self.incoming[event.key], self.world.weather.page_size
         command = incoming.command

@@ -266,6 +266,28 @@ def ship_again_without_proof(patch):
     patch.setattr(PrefillCore, "handle", mutated)
 
 
+def ship_a_layer_early(patch):
+    """Prefill ships layers that the step has not computed yet."""
+    on_layers = PrefillCore.on_layers
+
+    def mutated(self, layers, now):
+        return on_layers(self, layers + 1, now)
+
+    patch.setattr(PrefillCore, "on_layers", mutated)
+
+
+def exchange_what_was_shipped(patch):
+    """A prompt that left by layers is offered to the tree at once: pages that the receiver is told to read may be
+    exchanged for the tree's own."""
+    ship_the_rest = PrefillCore._ship_the_rest
+
+    def mutated(self, request):
+        self.pool.cache_unfinished_req(request, request.offer.tokens)
+        ship_the_rest(self, request)
+
+    patch.setattr(PrefillCore, "_ship_the_rest", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -279,6 +301,8 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     no_cancel_to_old_placements,
     free_while_a_tier_writes,
     trust_what_was_asked_for,
+    ship_a_layer_early,
+    exchange_what_was_shipped,
     copy_without_a_lease,
     forget_what_was_computed,
     keep_for_ever,

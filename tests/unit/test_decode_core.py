@@ -17,15 +17,16 @@ from core_rig import (
     prefill_engine,
     prompt_of,
 )
+from msgspec import structs
 
 from baton.common.engine.core_api import Drain, FromPeer, SendTo
 from baton.common.engine.fake_runner import fake_answer, fake_generate
 from baton.common.errors import ErrorCode
-from baton.common.ids import RequestId
+from baton.common.ids import HandoffKey, RequestId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import CancelRequest, FinishAck, Output, SamplingParams, Submitted
-from baton.transfer.api import AbortSink, OfferReceived, OpenSink, ShipRegion
+from baton.transfer.api import AbortSink, FirstTokenReady, OfferReceived, OpenSink, ShipRegion
 
 
 def answer(prompt: np.ndarray, sampling: SamplingParams = GREEDY, context: int = 256) -> list[int]:
@@ -519,3 +520,65 @@ def test_all_landed_but_no_first_token(another: bool) -> None:
         rig.run(effects)
     assert rig.decode.batches[0].num_tokens == 1
     assert rig.gateway.tokens["r"] == answer(prompt_of(20))
+
+
+# ---------------------------------------------------------------------------------------- the first token comes early
+
+
+def begun(rig: Rig, name: str, length: int, **how: int) -> HandoffKey:
+    """Asked for, and its first token has come ahead of its pages."""
+    rig.hold_offers = True
+    rig.submit(name, prompt_of(length), structs.replace(GREEDY, **how))
+    key = [effect.key for effect in rig.log if isinstance(effect, OpenSink)][-1]
+    rig.run(rig.decode.handle(FirstTokenReady(key, answer(prompt_of(length))[0], None)))
+    return key
+
+
+def test_the_first_token_is_told_before_the_pages_are_there_and_once() -> None:
+    rig = Rig()
+    begun(rig, "r", 21)
+    assert rig.gateway.tokens["r"] == answer(prompt_of(21))[:1]
+    assert not rig.decode.launch(), "its pages are not there"
+    rig.release_offers()
+    rig.settle()
+    assert rig.gateway.tokens["r"] == answer(prompt_of(21))
+    assert [len(one.body.tokens) // 4 for one in rig.gateway.said if isinstance(one.body, Output)] == [1] * 8
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_a_first_token_stays_what_it_is_when_the_hand_off_fails_after_it(another: bool) -> None:
+    rig = Rig()
+    key = begun(rig, "r", 21)
+    if not another:
+        rig.view(*EVERYONE[:2])
+    rig.hold_offers = False
+    rig.fail(key)
+    rig.settle()
+    again = [effect for effect in rig.log if isinstance(effect, OpenSink)][1:]
+    assert [effect.sample for effect in again] == [False] * another
+    assert rig.gateway.tokens["r"] == answer(prompt_of(21))
+    rig.assert_clean()
+
+
+def test_a_first_token_that_ends_the_answer_comes_with_the_pages() -> None:
+    rig = Rig()
+    begun(rig, "r", 21, max_tokens=1)
+    assert not rig.gateway.tokens.get("r")
+    rig.release_offers()
+    rig.settle()
+    assert rig.gateway.tokens["r"] == answer(prompt_of(21))[:1]
+    assert rig.gateway.finals["r"].finish_reason == "length"
+    rig.assert_clean()
+
+
+def test_a_first_token_for_somebody_who_has_left_is_dropped() -> None:
+    rig = Rig()
+    rig.hold_offers = True
+    rig.submit("r", prompt_of(21))
+    [key] = [effect.key for effect in rig.log if isinstance(effect, OpenSink)]
+    effects = rig.decode.handle(FromPeer(GATEWAY, CancelRequest(request_id=RequestId("r"), placement=0)))
+    assert rig.decode.handle(FirstTokenReady(key, 5, None)) == []
+    rig.run(effects)
+    assert rig.gateway.tokens["r"] == []
+    rig.assert_clean()

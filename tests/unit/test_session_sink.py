@@ -25,7 +25,7 @@ from baton.common.messages import (
     SamplingParams,
     pack_tokens,
 )
-from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed
+from baton.transfer.api import AbortSink, FirstTokenReady, SinkCommitted, SinkFailed
 from baton.transfer.plan import Span, segments_of
 from baton.transfer.session.effects import (
     CloseSink,
@@ -129,7 +129,8 @@ def test_the_happy_path() -> None:
     assert driver.tell(FIRST, now=1.0) == [LandRegion(KEY, PEER, "zmq", 1000, FIRST)]
     assert driver.tell(Landed(KEY, 0, 80, 0.01), now=1.5) == [Ack(key=KEY, seq=0, credit=3)]
     assert driver.tell(SECOND, now=2.0) == [LandRegion(KEY, PEER, "zmq", 1001, SECOND)]
-    assert driver.tell(DONE, now=2.5) == []
+    assert driver.tell(DONE, now=2.5) == [FirstTokenReady(KEY, 42, None)]
+    assert driver.tell(DONE, now=2.6) == []
     close, commit, committed = driver.tell(Landed(KEY, 1, 30, 0.02), now=3.0)
     assert close == CloseSink(KEY)
     assert commit == Commit(key=KEY)
@@ -153,7 +154,7 @@ def test_a_slot_that_goes_to_another_hand_off_gives_no_credit_and_further_ones_d
 
 def test_everything_may_overtake_the_accept() -> None:
     driver = Driver()
-    assert driver.tell(DONE) == []
+    assert driver.tell(DONE) == [FirstTokenReady(KEY, 42, None)]
     assert driver.tell(SECOND) == [LandRegion(KEY, PEER, "zmq", 1001, SECOND)]
     assert driver.tell(FIRST) == [LandRegion(KEY, PEER, "zmq", 1000, FIRST)]
     assert driver.tell(Landed(KEY, 1, 30, 0.0)) == [Ack(key=KEY, seq=1, credit=3)]
@@ -506,3 +507,9 @@ def test_a_part_of_the_layers_lets_more_pages_into_a_region() -> None:
     assert driver.tell(whole) == [LandRegion(KEY, PEER, "zmq", 1000, whole)]
     many = Driver(replace(LAYERED, segments=segments_of(KvLayout(4), 4, 15, layers={Component.FULL: 3})), credit=5)
     assert many.tell(whole) == [LandRegion(KEY, PEER, "zmq", 1000, whole)]  # of three layers a part may have two
+
+
+def test_where_no_token_was_asked_for_none_is_told() -> None:
+    driver = Driver(replace(ORDER, sample=False))
+    driver.tell(FIRST)
+    assert driver.tell(msgspec.structs.replace(DONE, first_token=-1)) == []

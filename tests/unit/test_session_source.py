@@ -130,12 +130,13 @@ def test_the_happy_path() -> None:
     assert driver.tell(ship(4, 12, [11, 12, 13])) == [driver.send(0, 0, [11, 12]), driver.send(1, 2, [13])]
     assert driver.tell(RegionReady(KEY, 0, 1000, 80, 5)) == [FIRST_CHUNK]
     assert driver.tell(ship(16, 7, [14, 15])) == []  # no credit for a third one
-    assert driver.tell(FinishSource(KEY, RESULT)) == []
+    done = Done(key=KEY, regions=3, total_tokens=23, first_token=42, prefill_s=0.25, cached_tokens=8)
+    assert driver.tell(FinishSource(KEY, RESULT)) == [done], "its token is not kept back until there is credit"
     assert driver.tell(Ack(key=KEY, seq=0, credit=3)) == [driver.send(2, 3, [14, 15])]
-    assert isinstance(driver.tell(RegionReady(KEY, 1, 1001, 40, 6))[0], Chunk)
-    chunk, done = driver.tell(RegionReady(KEY, 2, 1002, 70, 7))
+    assert [type(body) for body in driver.tell(RegionReady(KEY, 1, 1001, 40, 6))] == [Chunk]
+    chunk, again = driver.tell(RegionReady(KEY, 2, 1002, 70, 7))
     assert isinstance(chunk, Chunk)
-    assert done == Done(key=KEY, regions=3, total_tokens=23, first_token=42, prefill_s=0.25, cached_tokens=8)
+    assert again == done
     assert driver.tell(Commit(key=KEY)) == [FenceSource(KEY)]
     assert driver.tell(SourceFenced(KEY)) == [SourceReleased(KEY)]
     assert source_timer(driver.state) is None

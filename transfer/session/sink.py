@@ -4,7 +4,8 @@ Owns: which regions have landed, how much credit the source has, and when the de
 engine. Never: touches memory, reads a clock, sends anything (effects are returned), or ends without a fence.
 
 Invariants:
-- S1  The engine hears exactly one of SinkCommitted and SinkFailed; after it no LandRegion of the key is open.
+- S1  The engine hears exactly one of SinkCommitted and SinkFailed; after it no LandRegion of the key is open. Before
+      it, at most one FirstTokenReady.
 - S2  Cancel is sent only after SinkFenced: for the source it is the proof that nobody here reads its pages.
 - S3  Never more LandRegion are open than slots are promised, and never two for one region.
 - S4  Every region lies in whole units inside one segment, next to its neighbours: landed ones never overlap.

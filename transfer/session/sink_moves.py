@@ -19,7 +19,7 @@ from baton.common.messages import (
     Nack,
     Offer,
 )
-from baton.transfer.api import PrefillResult, SinkCommitted, SinkFailed
+from baton.transfer.api import FirstTokenReady, PrefillResult, SinkCommitted, SinkFailed
 from baton.transfer.plan import PAGE_ID_BYTES, is_first, is_next, is_within, most_in_region, place_of
 from baton.transfer.session.effects import (
     PULL_LANES,
@@ -126,7 +126,11 @@ def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
         return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
     if not max(1, len(state.arrivals.regions)) <= done.regions <= order.most_regions:
         return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
-    return _commit_if_complete(replace(state, done=done), now)
+    step = _commit_if_complete(replace(state, done=done), now)
+    if order.sample and isinstance(step.state, Receiving):  # nobody who reads it needs the rest
+        ready = FirstTokenReady(order.key, done.first_token, done.logprob)
+        return replace(step, effects=(EngineEvent(ready),))
+    return step
 
 
 def take_landed(state: Receiving, event: Landed, now: float) -> SinkStep:

@@ -9,7 +9,8 @@ Invariants:
 - T2  On a pull lane, once a region has been announced, pages come back only with the peer's proof: Commit, Cancel, or
       its proven death. Never with a timer, never because it is silent.
 - T3  A region with seq >= credit is not sent.
-- T4  Done is sent once every segment is announced to its end; FinishSource before it was shipped so far is a bug.
+- T4  Done is sent once every segment is shipped to its end (the first token in it is worth something before all bytes
+      are), and until it is answered once they are announced; FinishSource before they were shipped so far is a bug.
 - T5  Whatever a peer sends, the machine ends the hand-off at worst; it never raises.
 """
 

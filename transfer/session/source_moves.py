@@ -22,6 +22,7 @@ from baton.common.messages import (
 from baton.transfer.api import (
     AbortSource,
     FinishSource,
+    PrefillResult,
     ShipRegion,
     SourceStopping,
 )
@@ -131,22 +132,27 @@ def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules)
     assert _all_shipped(state), "finished before everything was shipped"
     assert (event.result.first_token >= 0) == state.terms.sample, "a first token exactly when one was asked for"
     step = await_ack_if_announced(replace(state, result=event.result), now, rules)
-    return Step(step.state, Verdict.MOVE, step.effects)
+    early = () if step.effects else (to_peer(state.terms, _done(state, event.result)),)
+    return Step(step.state, Verdict.MOVE, step.effects + early)
+
+
+def _done(state: Sending, result: PrefillResult) -> Done:
+    return Done(
+        key=state.terms.key,
+        regions=len(state.regions),
+        total_tokens=state.terms.total,
+        first_token=result.first_token,
+        logprob=result.logprob,
+        prefill_s=result.prefill_s,
+        cached_tokens=result.cached_tokens,
+    )
 
 
 def await_ack_if_announced(state: Sending, now: float, rules: SessionRules) -> SourceStep:
     result, terms = state.result, state.terms
     if result is None or any(isinstance(region, Queued | Gathering) for region in state.regions):
         return Step(state, Verdict.MOVE)
-    done = Done(
-        key=terms.key,
-        regions=len(state.regions),
-        total_tokens=terms.total,
-        first_token=result.first_token,
-        logprob=result.logprob,
-        prefill_s=result.prefill_s,
-        cached_tokens=result.cached_tokens,
-    )
+    done = _done(state, result)
     after = AwaitingAck(terms, state.regions, done, now + rules.resend_after_s)
     return Step(after, Verdict.MOVE, (to_peer(terms, done),))
 
