@@ -20,7 +20,7 @@ from benchmarks.transfer.legs import Leg, baton_legs, chosen, peer_legs
 from benchmarks.transfer.rounds import FULL, QUICK, measure
 
 PAGE_BYTES = (16 << 10, 64 << 10)
-RESIDENT_BYTES = 400 << 20
+RESIDENT_BYTES = 250 << 20
 """Of a leg's two processes besides their pools, about."""
 
 

@@ -14,6 +14,17 @@ from benchmarks.transfer.children import EndFailed, Pair, baton_ends
 from benchmarks.transfer.legs import BatonLeg
 from benchmarks.transfer.report import size_name, table
 
+BOUNDS = (
+    "- `local`: one copy from the peer's pages into ours, by one thread or several; around it, per region, the"
+    " announcement, its digest at the source and again at the target, and the acknowledgement.",
+    "- `tcp`: the kernel copies every byte twice, out of the source's pages and into the target's, each on one I/O"
+    " thread; there is nothing between socket and page.",
+    "- `zmq` without keys: those two copies on ZMQ's own threads (not in the table), and two more between pages and"
+    " staging memory. With keys ZMQ's threads also encrypt and decrypt every byte, and that is what bounds it.",
+    "- `ucx`: two copies between pages and staging memory, one more by UCX (shared memory) or two by the kernel (TCP);"
+    " its Python binding wakes a thread of its own several times per region.",
+)
+"""What each lane does with a byte, whatever the numbers are."""
 MOST_NAMED = 6
 LEAST_SHARE = 0.03
 
@@ -41,6 +52,8 @@ def measure(legs: list[BatonLeg], page_bytes: int, handoff_bytes: int, seconds: 
         f" {size_name(handoff_bytes)} in pages of {size_name(page_bytes)}, one after the other. A thread that is busy"
         " all the time bounds the lane; where none is, they wait for each other, for a core, or for a library's own"
         " threads. A call into compiled code is counted where it is made.",
+        "",
+        *BOUNDS,
         "",
         *table(["lane", "thread", "busy", "of that"], rows),
     ]
