@@ -40,6 +40,7 @@ from baton.common.messages import (
     Membership,
     Reject,
 )
+from baton.common.trace import Interval, Recorder, Slice
 from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed, SourceAborted, SourceReleased
 from baton.transfer.io import IoThread, NotAdmitted
 from baton.transfer.lanes import Lanes
@@ -131,6 +132,40 @@ def check_counters(decode: Worker, prefill: Worker, lane: str) -> None:
         return idle and received.nbytes == sent.nbytes > 0 and received.handoff.count == sent.handoff.count
 
     wait_until(agree)
+
+
+def test_a_recorded_thread_tells_of_each_copy_and_of_each_region_on_its_way(controller: StandInController) -> None:
+    decode, prefill = start_pair("zmq", controller)
+    taken, given = Recorder(), Recorder()
+    try:
+        for worker, recorder in ((decode, taken), (prefill, given)):
+            worker.io.trace(recorder).result(WAIT_S)
+        open_sink(decode, "prefill-0", 60, 1)
+        decode.events.wait(SinkCommitted)
+        prefill.events.wait(SourceReleased)
+        for worker in (decode, prefill):
+            worker.io.trace(None).result(WAIT_S)
+        open_sink(decode, "prefill-0", 60, 2)
+        decode.events.wait(SinkCommitted, 2)
+    finally:
+        decode.close()
+        prefill.close()
+    recorded = [item for recorder in (taken, given) for item in recorder.take().items]
+    by_kind: dict[str, set[tuple[object, object]]] = {}
+    for item in recorded:
+        if isinstance(item, Slice):
+            by_kind.setdefault(item.name, set()).add((item.args["handoff"], item.args["seq"]))
+        elif isinstance(item, Interval) and item.track == "wire zmq":
+            by_kind.setdefault("wire", set()).add((item.args["handoff"], item.args["seq"]))
+    assert by_kind["gather"] == by_kind["wire"] == by_kind["scatter"]
+    assert len(by_kind["wire"]) >= 3
+    assert len({handoff for handoff, _ in by_kind["wire"]}) == 1, "nothing after the end"
+    began_s = {
+        str(item.args["seq"]): item.begin_s for item in recorded if isinstance(item, Interval) and "seq" in item.args
+    }
+    for item in recorded:
+        if isinstance(item, Slice) and item.name == "scatter":
+            assert item.end_s >= item.begin_s >= began_s[str(item.args["seq"])]
 
 
 @pytest.mark.parametrize("lane", LANES)

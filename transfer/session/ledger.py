@@ -319,7 +319,6 @@ class Ledger:
     def _ended_somehow(self, records: dict[HandoffKey, _Record], record: _Record, now: float) -> None:
         del records[record.key]
         record.mark("over", now)
-        self._cut_short(record, now)
         self._ended.append(record)
         if self.trace is not None:
             total = record.total
