@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim soak parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
+.PHONY: demo test check docs setup sim soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
 
 setup: $(READY)
 
@@ -43,6 +43,11 @@ sim: $(READY)
 # A hundred processes killed at random moments under load, and 20,000 requests through tiny pools; minutes each.
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py
+
+# Ten thousand hand-offs between processes that are stopped and killed, over a network that damages what it can, and each
+# step of the protocol interrupted; about ten minutes. CHAOS_SEED=n draws other faults.
+chaos: $(READY)
+	$(BIN)/python -m pytest -s tests/chaos
 
 # All 200 reference prompts through a real cluster with the real model: 4 lanes, prefix cache on and off; half an hour.
 # Then every prefix cache configuration with every small model that it is for.

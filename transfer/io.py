@@ -60,6 +60,8 @@ from baton.transfer.staging import state_pieces_of
 POSTED_MESSAGES = 1 << 16
 POSTED_PER_TURN = 1024
 
+MeshFactory = Callable[[Stamp, str, ClusterKeys | None], Mesh]
+
 _log = EventLog("baton.io")
 
 
@@ -116,6 +118,7 @@ class IoThread:
         clock: Clock | None = None,
         on_fatal: Callable[[], None] = end_process,
         lanes: LaneFactory = build_lanes,
+        mesh: MeshFactory = Mesh,
     ) -> None:
         self._stamp = stamp
         self._deliver = deliver
@@ -124,7 +127,7 @@ class IoThread:
         self._on_fatal = on_fatal
         self._hears_loads = role == "gateway"
         self._roster = Roster(stamp, config.liveness, self._clock.now())
-        self._mesh = Mesh(stamp, config.bind_host, keys)
+        self._mesh = mesh(stamp, config.bind_host, keys)
         self._hand_offs: _HandOffs | None = None
         addresses: tuple[LaneAddress, ...] = ()
         if memory is not None:

@@ -106,6 +106,10 @@ class StandInController:
             self._version += 1
         self._mesh.wake()
 
+    def members(self) -> dict[WorkerId, Stamp]:
+        with self._lock:
+            return {worker: member.stamp for worker, member in self._members.items()}
+
     def close(self) -> None:
         self._stopping = True
         self._mesh.wake()
