@@ -83,8 +83,10 @@ def share(loads: list[tuple[int, int]], taken_bytes: int) -> Counter[int]:
 def test_equals_get_equal_bytes_whatever_the_size_of_their_regions(costs: list[int]) -> None:
     taken = 60 * TURN_BYTES * len(costs)
     got = share([(0, cost) for cost in costs], taken)
+    # Whoever has had its first turn first is alone in the other line, which gets half, until the rest have had theirs.
+    head_start = (len(costs) + 3) * TURN_BYTES
     for owner in range(len(costs)):
-        assert got[owner] == pytest.approx(taken / len(costs), abs=8 * TURN_BYTES)
+        assert got[owner] == pytest.approx(taken / len(costs), abs=head_start)
 
 
 @given(st.integers(-6, 6), st.integers(-6, 6))
