@@ -150,8 +150,10 @@ def test_a_peer_whose_window_is_full_holds_up_nobody_else() -> None:
     queue.put("tcp", stamp(1), key(3), 0, "other lane", 10, 1)
     started = [queue.take(0.0) for _ in range(5)]
     assert sorted(what for what in started if what is not None) == ["other", "other lane", "slow 0", "slow 1"]
+    queue.put("zmq", stamp(1), key(4), -3, "urgent", 10, 1)
+    assert queue.take(0.0) is None, "the window holds for what comes later, too"
     queue.ended("zmq", stamp(1), 1)
-    assert queue.take(0.0) == "slow 2"
+    assert queue.take(0.0) == "urgent"
 
 
 def test_peers_and_lanes_take_turns() -> None:
