@@ -27,6 +27,7 @@ LANES = ("local", "ucx", "tcp", "zmq")
 MAX_TCP_STREAMS = 16
 LaneChoice = Literal["measured", "order"]
 DigestKind = Literal["sampled", "full"]
+KvReturn = Literal["adaptive", "on", "off"]
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
 MAX_PAGES = (1 << 31) - 1  # page ids are int32, the null page is one of them
@@ -97,6 +98,7 @@ class PrefillConfig:
     # A prompt's last pages are sent in so many groups of layers, each as soon as it is computed; adaptive: for each
     # prompt as many as pay off, by the lane's speed and the time that the chunk takes.
     layer_groups: Literal["adaptive"] | int = "adaptive"
+    kv_return: KvReturn = "adaptive"  # what a decode worker has of a conversation is asked back: where that is faster
     grace_s: float = 5.0  # what was computed for a decode worker that was lost is kept so long for the next; 0: not
 
 

@@ -1,14 +1,15 @@
 """The brain of a decode worker: owns each request from Submit to its acknowledged last message.
 
 Owns: every request and its KV record, and the decision where missing KV comes from (a tier below the pool, a
-prefill worker, or here). Parts: `waiting` (the queue), `steps` (what computes), `handoffs`, `restoring` and `storing`
-(the tiers), `peers`, `outbox` (what gateways are told). Never: talks to a socket, writes a page, or frees one that a
-hand-off, a tier or the running step may touch.
+prefill worker, or here). Parts: `waiting` (the queue), `steps` (what computes), `handoffs`, `returning`, `restoring`
+and `storing` (the tiers), `peers`, `outbox` (what gateways are told). Never: talks to a socket, writes a page, or
+frees one that a hand-off, a tier or the running step may touch.
 
 Invariants:
 D1. Each accepted Submit gets exactly one last Output, at the latest at its deadline; it is repeated until acknowledged.
 D2. A record is in one of four hands: the request's, its hand-off's (Incoming), the tiers' (Restoring, Storing), or the
-    running step's (Leaving). It is released only when it is back in the request's; over before that, it is Stopping.
+    running step's (Leaving). It is released only when it is back in the request's; over before that, it is Stopping. A
+    hand-off has not ended before its return (`returning`) has.
 D3. Admission promises all pages that a request needs to start, before anything is transferred or computed for it.
 D4. A step that does not fit pushes back the request that is cheapest to bring back, one at a time, while one goes on.
 D5. Every output token follows from (prompt, earlier outputs, sampling) alone, so a retracted or migrated request
@@ -68,11 +69,24 @@ from baton.decode.request import (
 )
 from baton.decode.restoring import Restores
 from baton.decode.retract import choose_victim
+from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
 from baton.decode.steps import RUNNING, Steps
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
-from baton.transfer.api import AbortSink, FirstTokenReady, SinkCommand, SinkCommitted, SinkFailed
+from baton.transfer.api import (
+    AbortSink,
+    FirstTokenReady,
+    OfferReceived,
+    SinkCommand,
+    SinkCommitted,
+    SinkFailed,
+    SourceAborted,
+    SourceCommand,
+    SourceReleased,
+    SourceStopping,
+    return_key,
+)
 
 _NO_TIERS = TiersConfig()
 LOCAL_SHARE = 16
@@ -105,13 +119,14 @@ class DecodeCore:
         self._sessions = Sessions(pool, config.max_sessions, config.session_ttl_s, self._keep_below)
         self._waiting = WaitingRequests(pool, config, self._sessions)
         self._handoffs = Handoffs(stamp.epoch)
+        self._returns = Returns(pool)
         self._restores = Restores(pool, page_keys, tiers)
         self._stores = Stores(pool, page_keys, tiers)
         self._peers = Peers()
         self._compute = Steps(pool, config.chunk_tokens)
         self._requests: dict[RequestKey, DecodeRequest] = {}
         self._deadlines: Deadlines[RequestKey] = Deadlines()
-        self._commands: list[SinkCommand | TierCommand] = []
+        self._commands: list[SinkCommand | SourceCommand | TierCommand] = []
         self._numbers = 0
         self._steps = 0
         self._draining = False
@@ -141,10 +156,16 @@ class DecodeCore:
                         self.stray_messages += 1
             case FirstTokenReady():
                 self._on_first_token(event, now)
-            case SinkCommitted():
-                self._on_committed(event, now)
-            case SinkFailed():
-                self._on_sink_failed(event, now)
+            case SinkCommitted() | SinkFailed():
+                if not self._returns.defer(event):
+                    self._on_handed_off(event, now)
+            case OfferReceived():
+                self._commands += self._returns.answer(event, *self._handoffs.find(return_key(event.key)))
+            case SourceReleased(key) | SourceAborted(key):
+                if (ended := self._returns.end(key)) is not None:
+                    self._on_handed_off(ended, now)
+            case SourceStopping():
+                pass  # the pages stay where they are in any case, until the proof has come
             case PagesRestored():
                 self._on_restored(event, now)
             case PagesStored():
@@ -452,10 +473,17 @@ class DecodeCore:
 
     def _on_first_token(self, event: FirstTokenReady, now: float) -> None:
         """The client gets it before all KV is there. One that ends the answer waits for the pages: they are kept."""
-        request = self._handoffs.find(event.key)
+        request, _ = self._handoffs.find(event.key)
+        assert request is not None, f"{event} of a hand-off that has ended"
         ends = event.first_token in request.stop_ids or request.limit == 1
         if isinstance(request.state, Incoming) and request.wants_first_token and not ends:
             self._append(request, event.first_token, event.logprob, now)
+
+    def _on_handed_off(self, event: SinkCommitted | SinkFailed, now: float) -> None:
+        if isinstance(event, SinkCommitted):
+            self._on_committed(event, now)
+        else:
+            self._on_sink_failed(event, now)
 
     def _on_committed(self, event: SinkCommitted, now: float) -> None:
         request, start = self._handoffs.close(event.key)

@@ -52,9 +52,9 @@ class Handoffs:
             priority=request.priority,
         )
 
-    def find(self, key: HandoffKey) -> DecodeRequest:
-        """Whose it is; it has not ended yet."""
-        return self._open[key][0]
+    def find(self, key: HandoffKey) -> tuple[DecodeRequest | None, int]:
+        """Whose it is, and where it starts; None: it has ended, or never was."""
+        return self._open.get(key, (None, 0))
 
     def close(self, key: HandoffKey) -> tuple[DecodeRequest, int]:
         """It has ended, one way or the other: the pages are the request's again. Also where it started."""

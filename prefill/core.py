@@ -1,15 +1,15 @@
 """The brain of a prefill worker: computes the KV that decode workers ask for and ships it while computing on.
 
 Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Parts: `request`
-(one offer and its states, with a picture), `grace` (those whose receiver was lost), `pipelining` (what is sent in the
-middle of a step). Never: talks to a socket, frees a
+(one offer and its states, with a picture), `returning` (what decode workers have and give back), `grace` (those whose
+receiver was lost), `pipelining` (what is sent in the middle of a step). Never: talks to a socket, frees a
 page that a peer may still read, or holds KV for a request that has nowhere to go beyond `grace_s`.
 
 Invariants:
 F1. All pages of a request are promised before its first chunk is computed: a half-computed prompt never waits for pages
     that another half-computed prompt holds.
 F2. Pages are given back, or shipped again, after SourceReleased or SourceAborted and not before, and never given back
-    while a launched step uses them.
+    while a launched step uses them, or a return may write them.
 F3. What is shipped lies in pages that stay where they are: a chunk is offered to the prefix tree (which may replace
     pages by its own) before it is shipped, and what the tree did not take then only after the last chunk. What is
     shipped by layers, while it is computed, the tree is offered when the hand-off has ended.
@@ -35,7 +35,7 @@ from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.policy import chunk_end
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
-from baton.common.kv.census import Holding
+from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
 from baton.common.messages import Failure, Load
@@ -48,23 +48,29 @@ from baton.prefill.request import (
     Kept,
     Prefilling,
     Queued,
+    Returning,
     SourceRequest,
     Stopping,
     owner_class,
 )
+from baton.prefill.returning import Returns, Speed
 from baton.transfer.api import (
+    AbortSink,
     AbortSource,
     FinishSource,
     OfferReceived,
+    OpenSink,
     PrefillResult,
     ShipRegion,
+    SinkCommitted,
+    SinkFailed,
     SourceAborted,
     SourceReleased,
     SourceStopping,
 )
 from baton.transfer.plan import segments_of
 
-PrefillEffect = ShipRegion | FinishSource | AbortSource
+PrefillEffect = ShipRegion | FinishSource | AbortSource | OpenSink | AbortSink
 
 
 class PrefillCore:
@@ -74,11 +80,12 @@ class PrefillCore:
         self.pool = pool
         self._config = config
         self._layer_groups = layer_groups
-        self._token_s = 0.0  # about what a step takes per token, lately; 0.0: not known
+        self._computing = Speed()
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
         self._prefilling: list[SourceRequest] = []  # in order of arrival
         self._kept = KeptRequests(config.grace_s)
+        self._returns = Returns(pool, config.kv_return, self._computing, layer_groups.page_bytes)
         self._launched: dict[int, tuple[SourceRequest, int]] = {}  # row key -> request, KV length after the step
         self._deadlines: Deadlines[HandoffKey] = Deadlines()
         self._out: list[PrefillEffect] = []
@@ -101,6 +108,8 @@ class PrefillCore:
                 self._on_aborted(key, failure, now)
             case SourceStopping(key, failure):
                 self._stop(self._requests[key], failure)
+            case SinkCommitted() | SinkFailed():
+                self._on_returned(event, now)
             case Drain():
                 self._draining = True
                 while (kept := self._kept.take_oldest()) is not None:
@@ -111,7 +120,7 @@ class PrefillCore:
                 self.stray_messages += 1  # nobody sends requests to a prefill worker
             case _:
                 raise TypeError(f"a prefill core cannot handle {event!r}")
-        self._admit()
+        self._admit(now)
         return self._take_out()
 
     def on_timer(self, now: float) -> list[object]:
@@ -121,7 +130,7 @@ class PrefillCore:
                 self._give_up(request, ErrorCode.DEADLINE_EXCEEDED, "the request's time is over")
         for request in self._kept.take_due(now):
             self._end(request)
-        self._admit()
+        self._admit(now)
         return self._take_out()
 
     def next_deadline(self) -> float | None:
@@ -165,7 +174,8 @@ class PrefillCore:
         gave_up = request.state.failure if isinstance(request.state, Stopping) else failure
         lost = is_receiver_lost(failure) and is_receiver_lost(gave_up)
         self._stop(request, failure)
-        if lost and self._kept.keeps and request.kv is not None and not self._draining:
+        idle = request.kv is not None and not self._returns.holds(request)
+        if lost and idle and self._kept.keeps and not self._draining:
             self._keep(request, now)
         else:
             self._forget(request)
@@ -188,14 +198,12 @@ class PrefillCore:
             self._end(before)
 
     def _adopt(self, request: SourceRequest, offer: OfferReceived) -> None:
-        """What is computed is shipped at once, what is not as if nothing had happened."""
+        """It goes on as if nothing had happened."""
         assert isinstance(request.state, Kept), request
         request.offer = offer
-        request.state = Prefilling(offer.start)
         self._requests[offer.key] = request
         self._deadlines.set(offer.key, offer.deadline_s)
-        self._prefilling.append(request)
-        self._ship(request)
+        self._prefill(request)
 
     # ------------------------------------------------------------------------------------------- endings
 
@@ -206,6 +214,8 @@ class PrefillCore:
 
     def _stop(self, request: SourceRequest, failure: Failure) -> None:
         """Computes nothing more for it. What it owns stays its own."""
+        if isinstance(request.state, Returning):
+            self._out.append(self._returns.abort(request, failure))
         self._take_off(request)
         request.state = Stopping(failure)
         self._deadlines.drop(request.offer.key)
@@ -218,7 +228,7 @@ class PrefillCore:
                     self._queue.remove(request)
             case Prefilling():
                 self._prefilling.remove(request)
-            case HandingOff() | Stopping():
+            case Returning() | HandingOff() | Stopping():
                 pass
             case Kept() | Ended():
                 raise AssertionError(f"{request!r} has no hand-off to stop")
@@ -233,7 +243,7 @@ class PrefillCore:
 
     def _end(self, request: SourceRequest) -> None:
         request.state = Ended()
-        if request.number not in self._launched:
+        if request.number not in self._launched and not self._returns.holds(request):
             self._give_back(request)
 
     def _give_back(self, request: SourceRequest) -> None:
@@ -243,7 +253,7 @@ class PrefillCore:
 
     # -------------------------------------------------------------------------------------------- steps
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """Promises pages to the head of the queue while the next step has room for more work."""
         while self._queue and self._may_fit and self._uncomputed < self._config.chunk_tokens:
             request = self._queue[0]
@@ -260,9 +270,33 @@ class PrefillCore:
                 return
             self._queue.pop(0)
             request.cached_tokens = promised.prefix_len
-            request.state = Prefilling(offer.start)
-            self._prefilling.append(request)
-            self._ship(request)
+            asked = self._returns.begin(request, now)
+            if asked is not None:
+                request.state = Returning()
+                self._out.append(asked)
+            else:
+                self._prefill(request)
+
+    def _prefill(self, request: SourceRequest) -> None:
+        """What is there is shipped at once; the rest is computed."""
+        request.state = Prefilling(request.offer.start)
+        self._prefilling.append(request)
+        self._ship(request)
+
+    def _on_returned(self, event: SinkCommitted | SinkFailed, now: float) -> None:
+        """What landed is as good as computed, what did not is computed."""
+        request, until = self._returns.end(event, now)
+        self.pool.commit_incoming(request.record, until)
+        match request.state:
+            case Returning():
+                self.pool.cache_unfinished_req(request, request.offer.tokens)
+                self._prefill(request)
+            case Stopping():
+                pass
+            case Ended():
+                self._give_back(request)
+            case _:
+                raise AssertionError(f"{event} for {request!r}")
 
     @property
     def _uncomputed(self) -> int:
@@ -288,7 +322,7 @@ class PrefillCore:
 
     def _plan_reports(self, rows: list[BatchRow]) -> tuple[int, ...]:
         """Decides what is shipped by layers. Returns how many must be computed when a part of something can go."""
-        compute_s = self._token_s * sum(len(row.input_ids) for row in rows)
+        compute_s = self._computing.seconds(sum(len(row.input_ids) for row in rows)) or 0.0
         reports: set[int] = set()
         for request, end in self._launched.values():
             if end == request.total and isinstance(request.state, Prefilling):
@@ -323,8 +357,7 @@ class PrefillCore:
         computed = [end - request.record.kv_committed_len for request, end in launched.values()]
         step_tokens = sum(computed)
         self.computed_tokens += step_tokens
-        token_s = result.compute_s / step_tokens
-        self._token_s = token_s if not self._token_s else self._token_s + (token_s - self._token_s) / 4
+        self._computing.add(step_tokens, result.compute_s)
         for key, tokens, token, logprob in zip(result.keys, computed, result.tokens, result.logprobs, strict=True):
             request, end = launched[key]
             self.pool.commit_incoming(request.record, end)
@@ -344,11 +377,11 @@ class PrefillCore:
                     pass
                 case Ended():
                     self._give_back(request)
-                case Queued() | HandingOff():
+                case Queued() | Returning() | HandingOff():
                     raise AssertionError(f"{request!r} was computed")
                 case _:
                     assert_never(request.state)
-        self._admit()
+        self._admit(now)
         return self._take_out()
 
     def _ship(self, request: SourceRequest) -> None:
@@ -364,7 +397,8 @@ class PrefillCore:
             self._ship_the_rest(request)
             # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
             found = max(0, request.cached_tokens - request.offer.start)
-            result = PrefillResult(request.first_token, request.logprob, request.prefill_s, found)
+            token, logprob = (request.first_token, request.logprob) if request.offer.sample else (-1, None)
+            result = PrefillResult(token, logprob, request.prefill_s, found)
             self._out.append(FinishSource(key, result))
             self._prefilling.remove(request)
             request.state = HandingOff()
@@ -397,10 +431,13 @@ class PrefillCore:
 
     def holdings(self) -> Iterable[Holding]:
         launched = (request for request, _ in self._launched.values() if isinstance(request.state, Ended))
-        for request in [*self._requests.values(), *self._kept, *launched]:
+        returning = (request for request in self._returns if isinstance(request.state, Ended))
+        for request in [*self._requests.values(), *self._kept, *launched, *returning]:
             if request.kv is not None:
-                yield Holding(owner_class(request.state), str(request.offer.key), request.kv)
+                written = self._returns.holds(request)
+                owner = OwnerClass.INCOMING if written else owner_class(request.state)
+                yield Holding(owner, str(request.offer.key), request.kv)
 
     @property
     def idle(self) -> bool:
-        return not self._requests and not self._kept and not self._launched
+        return not (self._requests or self._kept or self._returns or self._launched)

@@ -30,10 +30,11 @@ def is_receiver_lost(failure: Failure) -> bool:
 
 
 def serves(request: SourceRequest, offer: OfferReceived) -> bool:
-    """Whether what `request` has computed, token and all, is what `offer` asks for."""
+    """Whether what `request` has computed is what `offer` asks for: the tokens, and the one behind if that is wanted.
+    It may be known by now: it goes ahead of the pages."""
     own = request.offer
-    alike = own.request_id == offer.request_id and own.sample == offer.sample and own.sampling == offer.sampling
-    return alike and np.array_equal(own.tokens, offer.tokens)
+    token = not offer.sample or (own.sample and own.sampling == offer.sampling)
+    return own.request_id == offer.request_id and token and np.array_equal(own.tokens, offer.tokens)
 
 
 class KeptRequests:

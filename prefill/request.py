@@ -2,6 +2,7 @@
 
 Never decides anything: that is `core.PrefillCore`'s.
 
+    Queued -> Returning -> Prefilling: where the decode worker has more of the prompt than this one
     Queued -> Prefilling --ShipRegion*, FinishSource--> HandingOff --SourceReleased--> gone
       |           |  ^                                      |
       |           |  +-------- the next offer ------+       |
@@ -27,6 +28,11 @@ from baton.transfer.api import OfferReceived
 @dataclass(frozen=True, slots=True)
 class Queued:
     """Owns nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """Owns its pages, but some of them are being filled by the decode worker with what it has; then it prefills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class Ended:
     """Nobody reads its pages any more, except perhaps the step that is running: it gives them back."""
 
 
-State = Queued | Prefilling | HandingOff | Stopping | Kept | Ended
+State = Queued | Returning | Prefilling | HandingOff | Stopping | Kept | Ended
 
 
 class SourceRequest:
@@ -112,6 +118,8 @@ def owner_class(state: State) -> OwnerClass:
     match state:
         case Queued() | Kept() | Ended():
             return OwnerClass.REQUEST
+        case Returning():
+            return OwnerClass.INCOMING
         case Prefilling() | HandingOff():
             return OwnerClass.OUTGOING
         case Stopping():

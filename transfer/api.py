@@ -35,6 +35,13 @@ class PrefillResult:
     cached_tokens: int
 
 
+def return_key(key: HandoffKey) -> HandoffKey:
+    """The hand-off of the same two workers with their roles turned round: by it the source of `key` is given what the
+    sink has of the tokens before the offer's start. And the hand-off that a return belongs to. Attempts of hand-offs
+    count from 0 up, of returns from -1 down: so a key is never both."""
+    return HandoffKey(key.handoff, ~key.attempt)
+
+
 # --------------------------------------------------------------------------- sink (decode) side: commands
 
 

@@ -91,7 +91,8 @@ class _HandOffs:
         self, stamp: Stamp, role: str, config: ClusterConfig, mesh: Mesh, memory: KvMemory, lanes: LaneFactory
     ) -> None:
         built = lanes(stamp, config, mesh, memory)
-        self.receives_from = "prefill" if role == "decode" else ""
+        returns = memory.layout.only_full and config.prefill_worker.kv_return != "off"
+        self.receives_from = "prefill" if role == "decode" else "decode" if returns else ""
         self.data = DataPlane(config.transfer, memory, built.staged, built.pull, built.direct)
         names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
         pieces = state_pieces_of(memory)

@@ -6,11 +6,13 @@ One that no longer reaches its danger fails: it would prove nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from baton.common.engine.fake_runner import fake_answer
 from baton.common.ids import RequestId
 from baton.common.messages import (
     Frame,
@@ -56,12 +58,33 @@ class Plan:
         number = len(self.requests)
         rng = np.random.default_rng([self.world.seed, number])
         prompt = np.concatenate([np.arange(shared), rng.integers(0, 258, length - shared)]).astype(np.int32)
+        return self._enter(prompt, max_tokens, at_s)
+
+    def _enter(self, prompt: npt.NDArray[np.int32], max_tokens: int, at_s: float) -> ClientRequest:
+        number = len(self.requests)
         sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens)
         request = ClientRequest(RequestId(f"r{number}"), prompt, sampling, None)
         self.requests.append(request)
         self.world.clients.planned += 1
         self.world.schedule.at(at_s, lambda: self.world.submit(request))
         return request
+
+    def conversation(self, prompts: Sequence[npt.NDArray[np.int32]], every_s: float) -> None:
+        """One request after the other, as turns are: each prompt has what was said before."""
+        for turn, prompt in enumerate(prompts):
+            self._enter(prompt, 8, FIRST_S + every_s * turn)
+
+    def turns(self, count: int, first: int, more: int, salt: int = 0) -> list[npt.NDArray[np.int32]]:
+        """Prompts of one conversation: `first` tokens, then each the one before, its answer, and `more` tokens. To be
+        entered before another one's are made: an answer depends on the number of its request."""
+        rng = np.random.default_rng([self.world.seed, 0x7A1C, salt])
+        number = len(self.requests)
+        prompts = [rng.integers(0, 258, first).astype(np.int32)]
+        while len(prompts) < count:
+            sampling = SamplingParams(temperature=0.7, seed=number + len(prompts) - 1, max_tokens=8)
+            said = fake_answer(prompts[-1], sampling, self.world.settings.max_context_len).tokens
+            prompts.append(np.concatenate([prompts[-1], said, rng.integers(0, 258, more)]).astype(np.int32))
+        return prompts
 
     def note(self, what: str) -> None:
         self.seen[what] = self.seen.get(what, 0) + 1

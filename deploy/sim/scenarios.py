@@ -34,6 +34,9 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
         resume.sink_crash_mid_prompt,
+        resume.conversation_comes_back,
+        resume.crash_mid_return,
+        resume.returns_under_churn,
     )
 }
 

@@ -1,20 +1,31 @@
-"""Scenarios about what is not done twice: sinks that die in the middle of a prompt."""
+"""Scenarios about what is not done twice: sinks that die in the middle of a prompt, conversations that go on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from baton.common.config import PrefillConfig
 from baton.common.engine.fake_runner import StepCost
-from baton.common.ids import HandoffKey
+from baton.common.ids import HandoffKey, RequestId
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
+from baton.deploy.sim.settings import LinkFaults, WorldSettings
 from baton.deploy.sim.world import Report, World
 from baton.prefill.core import PrefillCore
-from baton.transfer.api import OfferReceived, SourceAborted
-from baton.transfer.session.effects import Landed
+from baton.transfer.api import OfferReceived, SinkCommitted, SourceAborted
+from baton.transfer.session.effects import Landed, LandRegion
 
 CHUNK = 4
 VICTIMS = 3
+TURNS = 5
+CONVERSING = replace(
+    BASE,
+    pull_lane=0.5,
+    prefill_pages=128,
+    decode_pages=128,
+    max_context_len=400,
+    prefill_config=PrefillConfig(chunk_tokens=16, kv_return="on"),
+)
 
 
 def sink_crash_mid_prompt(seed: int) -> Scenario:
@@ -65,3 +76,90 @@ def sink_crash_mid_prompt(seed: int) -> Scenario:
         assert twice <= most, f"{twice} tokens were computed twice, not {most} at most"
 
     return Scenario(plan.world, reached)
+
+
+def conversation_comes_back(seed: int) -> Scenario:
+    """A conversation of five turns: what the decode worker has of it goes back to the prefill worker, which computes
+    what nobody has, and nothing else."""
+    plan = _conversation(CONVERSING, seed)
+    scenario = plan.ready("a return ended well")
+    offered = 0
+
+    def look(world: World, details: object) -> None:
+        nonlocal offered
+        event = second_of(details)
+        if isinstance(event, SinkCommitted) and event.key.attempt < 0:
+            plan.note("a return ended well")
+        if isinstance(event, OfferReceived) and event.key.attempt >= 0:
+            offered += len(event.tokens) - event.start
+
+    plan.world.on("engine_event", look)
+    plan.world.calm_s = FIRST_S + 3.0 * TURNS
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        (core,) = [worker.core for worker in plan.world.workers("prefill")]
+        assert isinstance(core, PrefillCore)
+        assert core.computed_tokens == offered, f"{core.computed_tokens} tokens were computed for {offered}"
+
+    return Scenario(plan.world, reached)
+
+
+def crash_mid_return(seed: int) -> Scenario:
+    """One of the two workers dies, or hangs, in the middle of a return: the answer is right, and nothing is left."""
+    plan = _conversation(replace(CONVERSING, region_s=0.1), seed)
+    how = seed % 4
+
+    def strike(details: object) -> None:
+        worker, effect = worker_of(details, "prefill"), second_of(details)
+        assert worker is not None
+        assert isinstance(effect, LandRegion)
+        plan.note("in the middle of a return")
+        victim = worker.stamp.worker if how % 2 else effect.peer.worker
+        if how < 2:
+            plan.world.crash(victim)
+        else:
+            plan.world.pause(victim, 30.0)
+
+    def returns(details: object) -> bool:
+        effect = second_of(details)
+        return isinstance(effect, LandRegion) and effect.key.attempt < 0
+
+    plan.once("land_region", returns, strike)
+    scenario = plan.ready("in the middle of a return")
+    plan.world.calm_s = FIRST_S + 3.0 * TURNS
+    return scenario
+
+
+def returns_under_churn(seed: int) -> Scenario:
+    """Returns on links that lose, repeat, reorder and damage, while clients leave in the middle of them and workers
+    die."""
+    links = LinkFaults(loss=0.05, duplicate=0.05, reorder=0.1, region_damaged=0.05, region_lost=0.03)
+    plan = _conversation(replace(CONVERSING, links=links, region_s=0.1, thread_hop_s=0.02), seed)
+    for salt in range(1, 5):
+        plan.conversation(plan.turns(TURNS, first=70 + salt, more=30, salt=salt), every_s=2.5)
+    rng = plan.world.rng
+    plan.world.faulty = True
+    for index in range(3):
+        victim = rng.choice([spec.worker for spec in plan.world.specs if spec.role != "gateway"])
+        plan.world.schedule.at(FIRST_S + 3.0 + 3.0 * index, partial(plan.world.crash, victim, index > 0))
+
+    def meddle(world: World, details: object) -> None:
+        worker, effect = worker_of(details, "prefill"), second_of(details)
+        if worker is None or not isinstance(effect, LandRegion) or effect.key.attempt >= 0:
+            return
+        plan.note("a return was under way")
+        if rng.random() < 0.4:
+            request = world.clients.requests[RequestId(worker.owners[effect.key])]
+            world.schedule.after(rng.random() * 0.1, partial(world.cancel, request))
+
+    plan.world.on("land_region", meddle)
+    scenario = plan.ready("a return was under way")
+    plan.world.calm_s = FIRST_S + 3.0 * TURNS
+    return scenario
+
+
+def _conversation(settings: WorldSettings, seed: int) -> Plan:
+    plan = Plan(settings, seed)
+    plan.conversation(plan.turns(TURNS, first=80, more=30), every_s=3.0)
+    return plan

@@ -152,7 +152,9 @@ def random_settings(seed: int) -> WorldSettings:
         drains=count(2),
         cancels=count(6),
         prefill_config=PrefillConfig(
-            chunk_tokens=rng.choice((8, 16, 64)), grace_s=Random(seed ^ 0x6ACE).choice((0.0, 0.5, 5.0))
+            chunk_tokens=rng.choice((8, 16, 64)),
+            grace_s=Random(seed ^ 0x6ACE).choice((0.0, 0.5, 5.0)),
+            kv_return=Random(seed ^ 0x2E7).choice(("on", "on", "off", "adaptive")),
         ),
         transfer=TransferConfig(
             credit_regions=rng.choice((1, 2, 4)),

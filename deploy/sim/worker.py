@@ -30,13 +30,16 @@ from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.prefill.core import PrefillCore
 from baton.prefill.pipelining import LayerGroups
-from baton.transfer.api import OpenSink, SinkCommand, SourceCommand
+from baton.transfer.api import OpenSink, SinkCommand, SourceCommand, return_key
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
 from baton.transfer.staging import state_pieces_of
 
 if TYPE_CHECKING:
     from baton.deploy.sim.world import World
+
+
+READ_BY_PEERS = frozenset({OwnerClass.OUTGOING, OwnerClass.QUARANTINED})
 
 
 class WorkerProcess(MemberProcess):
@@ -220,14 +223,19 @@ class WorkerProcess(MemberProcess):
 
     def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
-        owner = f"{self.owners[key]}#"
         for holding in self.core.holdings():
-            if holding.owner_class is OwnerClass.INCOMING and holding.owner_id.startswith(owner):
+            if holding.owner_class is OwnerClass.INCOMING and self._is_of(holding, key):
                 own = self.pool.parts.own_ids(holding.record, component)
                 if set(pages.tolist()).issubset(own.tolist()):
                     return
         what = f"{component} pages {pages.tolist()}"
         raise AssertionError(f"{self.stamp.worker}: {key} writes {what}, which are not its own")
+
+    def _is_of(self, holding: Holding, key: HandoffKey) -> bool:
+        """Prefill workers name what they hold by its hand-off, decode workers by its request. A return reads and writes
+        what its hand-off's request holds."""
+        owner = return_key(key) if key.attempt < 0 else key
+        return holding.owner_id == str(owner) or holding.owner_id.startswith(f"{self.owners.get(owner)}#")
 
     def assert_restorable(self, page: int) -> None:
         """T1: what a tier writes was promised to a request that waits for it."""
@@ -248,7 +256,8 @@ class WorkerProcess(MemberProcess):
     def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1: what is read for a hand-off is still held for it."""
         for holding in self.core.holdings():
-            if holding.owner_id == str(key) and holding.owner_class in (OwnerClass.OUTGOING, OwnerClass.QUARANTINED):
+            lent = key.attempt < 0 and holding.owner_class is OwnerClass.INCOMING
+            if self._is_of(holding, key) and (lent or holding.owner_class in READ_BY_PEERS):
                 held = self.pool.parts.readable_ids(holding.record, component)
                 if set(pages.tolist()).issubset(held.tolist()):
                     return

@@ -25,7 +25,7 @@ from family_rig import COMPONENTS, FAMILIES, VOCAB, WINDOW, save_random_model
 from transformers import AutoModelForCausalLM
 
 from baton.common.clock import VirtualClock
-from baton.common.config import TiersConfig
+from baton.common.config import KvReturn, TiersConfig
 from baton.common.engine.batch import Batch, OnLayers, StepResult, Ticket, tell_nobody
 from baton.common.engine.core_api import Drain
 from baton.common.engine.torch_runner import TorchRunner
@@ -210,6 +210,7 @@ class Pair:
     disk: Path | None = None  # with it, there are tiers below the decode worker's pool
     write: Write = "through"
     layer_groups: int = 1
+    kv_return: KvReturn = "off"  # adaptive would depend on the time that steps take here
     rig: Rig = field(init=False)
     tiers: ThreadedTiers | None = None
     prompts: dict[str, Tokens] = field(default_factory=dict)
@@ -241,6 +242,7 @@ class Pair:
             CONTEXT,
             layout,
             cache=cache,
+            kv_return=self.kv_return,
             chunk_tokens=CHUNK,
             layers=self.model.full_layers,
             layer_groups=self.layer_groups,
@@ -338,8 +340,9 @@ class Pair:
     # ------------------------------------------------------------------------------------------ the book
 
     def hand_offs(self, *names: str) -> list[OpenSink]:
-        """For these requests, in order."""
-        return [one for one in self.rig.log if isinstance(one, OpenSink) and one.request_id in names]
+        """For these requests, in order; not what is returned."""
+        opened = [one for one in self.rig.log if isinstance(one, OpenSink) and one.key.attempt >= 0]
+        return [one for one in opened if one.request_id in names]
 
     def spans_sent(self, *names: str) -> Mapping[Component, list[tuple[int, int]]]:
         """Tokens [first, end) that were sent for these requests, in order, by component."""

@@ -14,6 +14,7 @@ import pytest
 from core_rig import EVERYONE
 from pd_rig import CHUNK, Case, Model, Pair, Tokens, Write, all_cases, joined, ordinary_cases, prompt_of
 
+from baton.common.config import KvReturn
 from baton.common.engine.batch import Batch
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ErrorCode
@@ -26,6 +27,8 @@ CASES = [pytest.param(case, id=str(case)) for case in ORDINARY] + [
 ]
 
 TIERED = [case for case in ORDINARY if case.shares and case.layout.only_full]
+RETURNING = [Case("radix", family, page_size) for family, page_size in (("llama", 1), ("qwen3", 4), ("llama", 16))]
+MODES: tuple[KvReturn, ...] = ("on", "off")
 WRITES: tuple[Write, ...] = ("back", "through")
 TIERED_CASES = [
     pytest.param(case, write, id=f"{case}-{write}", marks=[pytest.mark.slow] if (turn + index) % 2 else [])
@@ -97,6 +100,23 @@ def test_a_layer_that_is_reported_too_early_is_noticed(
     pair = Pair(case, model_of(case.family), layer_groups=2)
     with pytest.raises(AssertionError, match="of first"):
         pair.answer("first", prompt_of(12, 1))
+
+
+@pytest.mark.parametrize("case", RETURNING, ids=str)
+def test_a_conversation_comes_back(case: Case, model_of: Callable[[str], Model]) -> None:
+    """Five turns: the prefill worker computes what nobody has, from KV that the decode worker made."""
+    computed = {}
+    for mode in MODES:
+        pair = Pair(case, model_of(case.family), kv_return=mode)
+        text, names = prompt_of(14, 60), [f"turn-{turn}" for turn in range(5)]
+        for turn, name in enumerate(names):
+            pair.answer(name, text, 6, session=("talk", turn))
+            text = joined(text, pair.said(name), prompt_of(12, 61 + turn))
+        computed[mode] = sum(batch.num_tokens for batch in pair.rig.prefill.batches)
+        missing = sum(end - first for first, end in pair.spans_sent(*names)[Component.FULL])
+        assert mode == "off" or computed[mode] == missing
+        pair.end()
+    assert computed["on"] < computed["off"]
 
 
 def all_traffic(pair: Pair) -> None:

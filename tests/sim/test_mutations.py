@@ -20,6 +20,7 @@ from baton.decode.core import DecodeCore
 from baton.decode.outbox import Outbox
 from baton.decode.request import Done, Incoming, Restoring
 from baton.decode.restoring import Restores
+from baton.decode.returning import Returns
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -27,6 +28,7 @@ from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
 from baton.prefill.grace import KeptRequests
+from baton.prefill.returning import Returns as PrefillReturns
 from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.session.effects import Landed
@@ -288,6 +290,41 @@ def exchange_what_was_shipped(patch):
     patch.setattr(PrefillCore, "_ship_the_rest", mutated)
 
 
+def free_while_a_return_writes(patch):
+    """A prefill worker whose request is over gives its pages back, though what it asked back may still arrive."""
+    end, returned = PrefillCore._end, PrefillCore._on_returned
+
+    def mutated_end(self, request):
+        end(self, request)
+        if request.kv is not None and request.number not in self._launched:
+            self._give_back(request)
+
+    def mutated_returned(self, event, now):
+        if self._returns._open[event.key].request.kv is None:
+            self._returns.end(event, now)
+        else:
+            returned(self, event, now)
+
+    patch.setattr(PrefillCore, "_end", mutated_end)
+    patch.setattr(PrefillCore, "_on_returned", mutated_returned)
+
+
+def go_on_while_pages_are_lent(patch):
+    """A decode worker lets a hand-off end before its return has: its pages are freed while they are read."""
+    patch.setattr(Returns, "defer", lambda self, event: False)
+
+
+def trust_what_was_asked_back(patch):
+    """A return that failed counts as if all had landed."""
+    end = PrefillReturns.end
+
+    def mutated(self, event, now):
+        until = self._open[event.key].until
+        return end(self, event, now)._replace(until=until)
+
+    patch.setattr(PrefillReturns, "end", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -307,6 +344,9 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     forget_what_was_computed,
     keep_for_ever,
     ship_again_without_proof,
+    free_while_a_return_writes,
+    go_on_while_pages_are_lent,
+    trust_what_was_asked_back,
 ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.common.config import DecodeConfig, PrefillConfig, TiersConfig, TransferConfig
+from baton.common.config import DecodeConfig, KvReturn, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
@@ -198,12 +198,13 @@ def prefill_engine(
     swa_pages: int | None = None,
     slots: int = 24,
     cache: PrefixCacheName = "radix",
+    kv_return: KvReturn = "adaptive",
     layers: int = 1,
     page_bytes: int = 0,
     **config: int,
 ) -> Engine:
     """`page_bytes`: what its core believes of a page, when it decides by itself how to ship layers."""
-    made = PrefillConfig(**({} if page_bytes else {"layer_groups": 1}) | config)
+    made = PrefillConfig(kv_return=kv_return, **({} if page_bytes else {"layer_groups": 1}) | config)
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     groups = LayerGroups(layers, page_bytes, made.layer_groups)
     return Engine(lambda pool: PrefillCore(pool, made, groups), sizes, made.chunk_tokens)
@@ -300,6 +301,8 @@ class Rig:
         self.tier = TierStub(self.decode)
         self.gateway = GatewayStub()
         self.handoffs: dict[HandoffKey, _Handoff] = {}
+        self.returns: dict[HandoffKey, OpenSink] = {}
+        self.hold_returns = False  # they are begun, and not asked for at the decode worker
         self.log: list[object] = []
         self.hold_offers = False
         self.offers: list[OfferReceived] = []
@@ -370,7 +373,10 @@ class Rig:
                     for answer in self.gateway.hear(effect):
                         self.tell(answer, Stamp(effect.worker, 1, Epoch(effect.epoch)))
                 case OpenSink():
-                    self._open(effect)
+                    if effect.key.attempt < 0:
+                        self._open_return(effect)
+                    else:
+                        self._open(effect)
                 case AbortSink(key, failure):
                     self.end(key, failure)
                 case StorePages() | RestorePages() | AbortStore() | AbortRestore():
@@ -378,6 +384,10 @@ class Rig:
                         self.run(self.decode.handle(answer))
                 case ShipRegion():
                     self._ship(effect)
+                case FinishSource(key, result) if key in self.returns:
+                    del self.returns[key]
+                    self.run(self.prefill.handle(SinkCommitted(key, DECODE.worker, result, 1, "test", 0.1, 0.01)))
+                    self.run(self.decode.handle(SourceReleased(key)))
                 case FinishSource(key, result):
                     handoff = self.handoffs.pop(key)
                     assert handoff.sent == list(handoff.segments)
@@ -391,6 +401,9 @@ class Rig:
 
     def end(self, key: HandoffKey, failure: Failure, peer_lost: bool = False) -> None:
         """The hand-off is over without success: both sides hear it, in the order of the protocol."""
+        if key in self.returns:
+            self._end_return(key, failure)
+            return
         handoff = self.handoffs.pop(key, None)
         if handoff is None:
             return
@@ -447,7 +460,30 @@ class Rig:
         else:
             self.run(self.prefill.handle(offer))
 
+    def _open_return(self, command: OpenSink) -> None:
+        assert len(command.pages[Component.FULL]) * self.prefill.pool.page_size == len(command.tokens) - command.start
+        self.returns[command.key] = command
+        if not self.hold_returns:
+            self.offer_return(command)
+
+    def offer_return(self, command: OpenSink) -> None:
+        """The decode worker hears of a return that was begun."""
+        offered = (command.request_id, command.tokens, command.start, command.sample, command.sampling)
+        self.run(self.decode.handle(OfferReceived(command.key, PREFILL, *offered, command.deadline_s)))
+
+    def _end_return(self, key: HandoffKey, failure: Failure) -> None:
+        command, heard = self.returns.pop(key), not self.hold_returns
+        failed = SinkFailed(key, DECODE.worker, failure, command.start, 0, "test", peer_lost=False)
+        self.run(self.prefill.handle(failed))
+        if heard:
+            self.run(self.decode.handle(SourceAborted(key, failure)))
+
     def _ship(self, region: ShipRegion) -> None:
+        if (wanted := self.returns.get(region.key)) is not None:
+            assert (region.first_token, region.tokens) == (wanted.start, len(wanted.tokens) - wanted.start)
+            there = self.decode.runner.memory.main.as_bytes()
+            self.prefill.runner.memory.main.as_bytes()[wanted.pages[Component.FULL]] = there[region.pages]
+            return
         handoff = self.handoffs.get(region.key)
         if handoff is None:
             return

@@ -206,7 +206,14 @@ class Worker:
 
 
 def open_sink(
-    sink: Worker, peer: str, tokens: int, handoff: int, start: int = 0, ttl_s: float = WAIT_S, first_page: int = 100
+    sink: Worker,
+    peer: str,
+    tokens: int,
+    handoff: int,
+    start: int = 0,
+    ttl_s: float = WAIT_S,
+    first_page: int = 100,
+    key: HandoffKey | None = None,
 ) -> OpenSink:
     """Asks for `tokens` tokens; destination pages descend, so that they differ from the source's: from `first_page`
     of full attention, from 50 of a window, and state slot 3."""
@@ -216,7 +223,7 @@ def open_sink(
         for one in segments_of(sink.memory.layout, start, tokens)
     }
     command = OpenSink(
-        key=HandoffKey(HandoffId(handoff), 1),
+        key=key or HandoffKey(HandoffId(handoff), 1),
         peer=WorkerId(peer),
         request_id=RequestId(f"r{handoff}"),
         tokens=np.arange(tokens, dtype=np.int32),

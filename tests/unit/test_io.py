@@ -41,11 +41,11 @@ from baton.common.messages import (
     Reject,
 )
 from baton.common.trace import Interval, Recorder, Slice
-from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed, SourceAborted, SourceReleased
+from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed, SourceAborted, SourceReleased, return_key
 from baton.transfer.io import IoThread, NotAdmitted
 from baton.transfer.lanes import Lanes
 from baton.transfer.mesh import ClusterKeys, Mesh
-from baton.transfer.testing_ends import KvSpec
+from baton.transfer.testing_ends import KvSpec, random_pool
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.ucx import why_unavailable
 
@@ -166,6 +166,27 @@ def test_a_recorded_thread_tells_of_each_copy_and_of_each_region_on_its_way(cont
     for item in recorded:
         if isinstance(item, Slice) and item.name == "scatter":
             assert item.end_s >= item.begin_s >= began_s[str(item.args["seq"])]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_return_goes_the_other_way_at_the_same_time(lane: str, controller: StandInController) -> None:
+    """A prefill worker asks a decode worker back, under the key of the hand-off that is open between them."""
+    decode, prefill = start_pair(lane, controller)
+    try:
+        wait_for_peer(prefill)
+        decode.pool[1:60] = random_pool(NUM_PAGES, PAGE_BYTES, 6)[1:60]
+        handed = open_sink(decode, "prefill-0", 157, 1, start=80)
+        returned = open_sink(prefill, "decode-0", 80, 1, start=20, key=return_key(handed.key))
+        (there,), (back,) = (worker.events.wait(SinkCommitted) for worker in (decode, prefill))
+        assert (there.key, back.key) == (handed.key, return_key(handed.key))
+        assert back.lane == there.lane == lane
+        assert np.array_equal(decode.pool[handed.pages[Component.FULL]], expected_pages(handed))
+        assert np.array_equal(prefill.pool[returned.pages[Component.FULL]], expected_pages(returned, seed=6))
+        assert decode.events.wait(SourceReleased) == [SourceReleased(returned.key)]
+        assert prefill.events.wait(SourceReleased) == [SourceReleased(handed.key)]
+    finally:
+        decode.close()
+        prefill.close()
 
 
 @pytest.mark.parametrize("lane", LANES)
