@@ -35,6 +35,7 @@ from baton.transfer.api import (
     AbortSink,
     AbortSource,
     FinishSource,
+    FirstTokenReady,
     OfferReceived,
     OpenSink,
     PrefillResult,
@@ -56,6 +57,7 @@ from baton.transfer.transports.local import LocalTransport
 
 PAGE_SIZE, WINDOW, LAYERS = 4, 41, 4
 MOST_PAGES = 40
+FIRST_TOKEN = 7
 SINK_KV = KvSpec(KvLayout(PAGE_SIZE, window=WINDOW, state=True), ((641, 4096), (193, 1536), (17, 40000)), LAYERS)
 SOURCE_KV = KvSpec(SINK_KV.layout, ((2049, 4096), (513, 1536), (49, 40000)), LAYERS)
 MARGIN_S = 1.5
@@ -181,7 +183,7 @@ class _Held:
     aborted: bool = False
     pieces: deque[ShipRegion | FinishSource] = field(default_factory=deque)  # a source's
     next_piece_s: float = 0.0
-    told: bool = False  # SourceStopping has come
+    told: bool = False  # SourceStopping has come, or FirstTokenReady
 
 
 class _Peer:
@@ -341,6 +343,11 @@ class Sink(_Peer):
                     for member in item.members
                     if member.role == "prefill" and member.stamp.worker not in item.silent
                 ]
+            case FirstTokenReady():
+                held = self.held[item.key]
+                assert not held.told, "told twice"
+                assert item.first_token == FIRST_TOKEN, item
+                held.told = True
             case SinkCommitted():
                 held = self.held[item.key]
                 wrong = sum(self.pages.wrong(held.key, one, held.lent) for one in self.segments(held))
@@ -448,7 +455,7 @@ class Source(_Peer):
         for segment in self.segments(held):
             self.pages.fill(held.key, segment, held.lent)
             held.pieces.extend(self._cut(held, segment))
-        held.pieces.append(FinishSource(held.key, PrefillResult(7 if offer.sample else -1, None, 0.1, 0)))
+        held.pieces.append(FinishSource(held.key, PrefillResult(FIRST_TOKEN if offer.sample else -1, None, 0.1, 0)))
         if self.random.random() < self.give_up:
             held.abort_at_s = now + self.random.uniform(0, 0.2)
 
