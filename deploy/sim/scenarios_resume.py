@@ -135,7 +135,7 @@ def returns_under_churn(seed: int) -> Scenario:
     """Returns on links that lose, repeat, reorder and damage, while clients leave in the middle of them and workers
     die."""
     links = LinkFaults(loss=0.05, duplicate=0.05, reorder=0.1, region_damaged=0.05, region_lost=0.03)
-    plan = _conversation(replace(CONVERSING, links=links, region_s=0.1, thread_hop_s=0.02), seed)
+    plan = _conversation(replace(CONVERSING, links=links, region_s=0.1, thread_hop_s=0.05), seed)
     for salt in range(1, 5):
         plan.conversation(plan.turns(TURNS, first=70 + salt, more=30, salt=salt), every_s=2.5)
     rng = plan.world.rng
@@ -149,7 +149,7 @@ def returns_under_churn(seed: int) -> Scenario:
         if worker is None or not isinstance(effect, LandRegion) or effect.key.attempt >= 0:
             return
         plan.note("a return was under way")
-        if rng.random() < 0.4:
+        if rng.random() < 0.7:
             request = world.clients.requests[RequestId(worker.owners[effect.key])]
             world.schedule.after(rng.random() * 0.1, partial(world.cancel, request))
 
