@@ -4,8 +4,9 @@ Owns: the two halves (`incoming.py`, `outgoing.py`), the lanes under them (`peer
 turn. Never: a decision about a hand-off, a control frame, or a wait: everything happens in `execute` and `poll` of the
 one owner thread, in portions, so that timers and heartbeats are never late.
 
-Fences are immediate: this thread is the only one that copies into or out of pages. What a transport may still touch is
-a staging slot, and that stays leased (quarantined) until its operation has ended.
+A fence waits for copies of its hand-off that have begun and are not done, which there are where pools lie on a device
+(`pool_copier.py`); else it is immediate, since this thread is the only one that copies into or out of pages. What a
+transport may still touch is a staging slot, and that stays leased (quarantined) until its operation has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from baton.transfer.lane_probes import LaneProbes
 from baton.transfer.link import LaneView
 from baton.transfer.outgoing import Outgoing
 from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.pool_copier import HostCopier, PoolCopier
 from baton.transfer.session.effects import (
     CloseSink,
     DataEffect,
@@ -50,7 +52,7 @@ from baton.transfer.transports.base import DirectTransport, PullTransport, Stage
 TURN_S = 0.004
 """About as long the copies of one `poll` may take; at least one is made."""
 LANE_BUSY_S = 0.001
-"""How soon a lane is asked again for an end that it cannot announce."""
+"""How soon a lane or a copier is asked again for an end that it cannot announce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class DataPlaneSnapshot:
 
 class DataPlane:
     """See the module. `staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders
-    them. Raises ConfigError when there are staged lanes and a page is larger than their slots."""
+    them. `copier` knows the pools of `memory`; without one they are host memory, and with one that does not reach them
+    from the host there are staged lanes alone. Raises ConfigError when there are such and a page is larger than their
+    slots."""
 
     def __init__(
         self,
@@ -76,8 +80,11 @@ class DataPlane:
         staged: Sequence[StagedTransport],
         pull: Sequence[PullTransport] = (),
         direct: Sequence[DirectTransport] = (),
+        copier: PoolCopier | None = None,
     ) -> None:
-        handler = StagingHandler(unit_rows(memory), RegionDigest(config.digest), memory.layers)
+        self._copier = copier or HostCopier(unit_rows(memory))
+        assert self._copier.host_pools or not (pull or direct), "lanes without slots need pools in host memory"
+        handler = StagingHandler(self._copier, RegionDigest(config.digest), memory.layers)
         for component in memory.layout.components if staged else ():
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
         self._lanes = PeerLanes(config, staged, direct, pull)
@@ -156,7 +163,7 @@ class DataPlane:
             self._incoming.wait_s(now),
             self._outgoing.wait_s(now),
             self._probes.wait_s(now),
-            LANE_BUSY_S if self._lanes.busy else None,
+            LANE_BUSY_S if self._lanes.busy or self._incoming.copying or self._outgoing.copying else None,
             max(0.0, link_due - now) if link_due is not None else None,
         ]
         return min((wait for wait in waits if wait is not None), default=None)
@@ -184,8 +191,9 @@ class DataPlane:
         )
 
     def close(self) -> None:
-        """Ends all lanes; staging memory is safe to drop afterwards."""
+        """Ends all lanes and copies; staging memory is safe to drop afterwards."""
         self._lanes.close()
+        self._copier.close()
 
     # ---------------------------------------------------------------------------------------- internal
 

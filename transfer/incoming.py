@@ -1,8 +1,8 @@
 """The receiving half of the data plane: gives hand-offs their lane and their slots, and lands regions in their pages.
 
 Owns: the ring of receive slots, the hand-offs that wait for a lane or a slot and those that may land something, regions
-that wait to be asked for (`region_queue.py`), and receives under way. Never: a decision about a hand-off, or a page
-that is not registered (`staging.StagingHandler` sees to that).
+that wait to be asked for (`region_queue.py`), receives and scatters under way. Never: a decision about a hand-off, or a
+page that is not registered (`staging.StagingHandler` sees to that).
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ from baton.transfer.session.effects import (
     SinkPrepared,
 )
 from baton.transfer.slot_shares import SlotShares
-from baton.transfer.staging import Damaged, NotMine, Scatter, Scattered, SlotLease, StagingHandler, StagingRing
+from baton.transfer.staging import (
+    Damaged,
+    NotMine,
+    Scatter,
+    Scattered,
+    Scattering,
+    SlotLease,
+    StagingHandler,
+    StagingRing,
+)
 from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
 
 WINDOW_REGIONS = 2
@@ -73,6 +82,14 @@ class _Receive:
     started_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """A region on its way from its slot into its pages."""
+
+    receive: _Receive
+    scattering: Scattering
+
+
 class Incoming:
     """`answer` takes the events for the endpoint; `next_op` numbers operations, over both halves."""
 
@@ -91,6 +108,7 @@ class Incoming:
         self._answer = answer
         self._next_op = next_op
         self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
+        handler.copier.use_staging(self.ring.memory)
         self._shares = SlotShares()
         self._waiting: dict[HandoffKey, PrepareSink] = {}  # for a lane or a slot
         self._recheck_at_s, self._seen_version = 0.0, 0
@@ -98,6 +116,7 @@ class Incoming:
         self._to_pull: RegionQueue[_Wanted] = RegionQueue(caps, 1)
         self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)
         self._ops: dict[int, _Receive] = {}
+        self._scatters: list[_Scatter] = []
 
     # ----------------------------------------------------------------------------------------- effects
 
@@ -127,10 +146,11 @@ class Incoming:
         if sink is not None:
             for op in sink.ops:
                 self._lanes.cancel(sink.lane, op)
-        self._answer(SinkFenced(key))
+        self._answer_fenced(key)
         self._grant_slots(now)
 
     def close(self, key: HandoffKey, now: float) -> None:
+        assert not self._is_scattering(key), f"{key} is complete, and a region of it is not"
         self._forget(key)
         self._grant_slots(now)
 
@@ -190,7 +210,8 @@ class Incoming:
     # ----------------------------------------------------------------------------------------- regions
 
     def step(self, now: float) -> bool:
-        """Asks for what may be asked for, and pulls one region. False: none waits."""
+        """Asks for what may be asked for, ends scatters, and pulls one region. False: none waits."""
+        self._end_scatters(now)
         self._start_receives(now)
         wanted = self._to_pull.take(now)
         if wanted is not None:
@@ -221,7 +242,7 @@ class Incoming:
         effect = receive.wanted.effect
         self._to_receive.ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
         sink = self._sinks.get(effect.key)
-        outcome: Scatter | None = None
+        outcome: Scatter | Scattering | None = None
         if sink is not None and event.op in sink.ops:
             sink.ops.remove(event.op)
             if isinstance(event, Received):
@@ -230,13 +251,39 @@ class Incoming:
                 outcome = self._handler.verify_placed(effect.key, effect.chunk)
             elif isinstance(event, Ended):
                 self._fail(effect, event.reason, event.peer_lost, now)
-        if receive.lease is not None:
-            self.ring.give_back(receive.lease)
-        if outcome is not None:
-            self._answer_landed(effect, outcome, now)
+        if isinstance(outcome, Scattering):
+            self._scatters.append(_Scatter(receive, outcome))
+        else:
+            self._end_receive(receive, outcome, now)
         if not isinstance(event, Ended):
             self._note_moved(effect, receive.started_s)
         return True
+
+    def _end_receive(self, receive: _Receive, outcome: Scatter | None, now: float) -> None:
+        """Nothing touches its memory any more."""
+        if receive.lease is not None:
+            self.ring.give_back(receive.lease)
+        if outcome is not None:
+            self._answer_landed(receive.wanted.effect, outcome, now)
+
+    def _end_scatters(self, now: float) -> None:
+        """Those of a hand-off that was fenced meanwhile end its fence."""
+        for scatter in [scatter for scatter in self._scatters if scatter.scattering.copying.done()]:
+            self._scatters.remove(scatter)
+            key = scatter.receive.wanted.effect.key
+            if key in self._sinks:
+                self._end_receive(scatter.receive, self._handler.scattered(scatter.scattering), now)
+            else:
+                self._end_receive(scatter.receive, None, now)
+                self._answer_fenced(key)
+
+    def _answer_fenced(self, key: HandoffKey) -> None:
+        """Not before the last scatter has let go of the pages."""
+        if not self._is_scattering(key):
+            self._answer(SinkFenced(key))
+
+    def _is_scattering(self, key: HandoffKey) -> bool:
+        return any(scatter.receive.wanted.effect.key == key for scatter in self._scatters)
 
     def _trade_slots(self, effect: LandRegion) -> int:
         """How many regions more may come after this one has landed."""
@@ -319,5 +366,11 @@ class Incoming:
         return len(self._sinks)
 
     @property
+    def copying(self) -> bool:
+        """A scatter is under way, whose end nothing announces."""
+        return bool(self._scatters)
+
+    @property
     def operations(self) -> int:
-        return len(self._ops)
+        """Regions on their way into a slot, or into pages."""
+        return len(self._ops) + len(self._scatters)

@@ -1,7 +1,7 @@
 """The sending half of the data plane: gives regions to their lanes, gathered where these want it.
 
-Owns: the ring of send slots, the regions that wait for their turn (`region_queue.py`), and sends under way. Never: a
-decision about a hand-off.
+Owns: the ring of send slots, the regions that wait for their turn (`region_queue.py`), gathers and sends under way.
+Never: a decision about a hand-off.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import Failure
 from baton.transfer.caps import Caps
 from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.pool_copier import Copying
 from baton.transfer.region_queue import RegionQueue
 from baton.transfer.session.effects import (
     DataEvent,
@@ -25,7 +26,19 @@ from baton.transfer.session.effects import (
     SourceLaneFailed,
 )
 from baton.transfer.staging import SlotLease, StagingHandler, StagingRing
-from baton.transfer.transports.base import Ended, OperationEnd
+from baton.transfer.transports.base import Bytes, Ended, OperationEnd, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """A region on its way from its pages into a slot."""
+
+    effect: SendRegion
+    source: Rows
+    lease: SlotLease
+    payload: Bytes
+    copying: Copying
+    started_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +67,14 @@ class Outgoing:
         self._answer = answer
         self._next_op = next_op
         self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
+        handler.copier.use_staging(self.ring.memory)
         half = max(
             1, self.ring.slots // 2
         )  # a receiver that leaves what it was promised lying takes no more from others
         self._to_send: RegionQueue[SendRegion] = RegionQueue(caps, half)  # through slots
         self._to_offer: RegionQueue[SendRegion] = RegionQueue(caps, 1)  # straight out of the pages
         self._places: dict[HandoffKey, tuple[str, Stamp]] = {}
+        self._gathers: list[_Gather] = []
         self._ops: dict[int, _Send] = {}
 
     def send(self, effect: SendRegion) -> None:
@@ -83,10 +98,12 @@ class Outgoing:
         for op, under_way in list(self._ops.items()):
             if under_way.effect.key == key:
                 self._lanes.cancel(under_way.effect.lane, op)
-        self._answer(SourceFenced(key))
+        self._answer_fenced(key)
 
     def step(self, now: float) -> bool:
-        """Gathers and sends one region, or digests one that leaves its pages without a copy. False: none may start."""
+        """Sends what has been gathered; and gathers one region, or digests one that leaves its pages without a copy.
+        False: none may start."""
+        self._end_gathers()
         effect = self._to_send.take(now) if self.ring.free else None
         effect = self._to_offer.take(now) if effect is None else effect
         if effect is not None:
@@ -104,26 +121,51 @@ class Outgoing:
             nbytes = self._bytes_of(effect)
             self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, ended_s)
         if sent.lease is not None:
-            self.ring.give_back(sent.lease)
-            self._to_send.ended(effect.lane, effect.peer, 1)
+            self._free_slot(effect, sent.lease)
 
     def _start(self, effect: SendRegion) -> None:
         started = time.perf_counter()
         source = self._handler.rows_of(effect.span)
-        if effect.lane in self._lanes.pull:
-            nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
-        elif effect.lane in self._lanes.direct:
-            nbytes, digest = source.nbytes, self._handler.digest(source, effect.seq)
-            op = self._start_op(effect, None)
-            self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
-        else:
+        if effect.lane in self._lanes.staged:
             lease = self.ring.lease_free(effect.key, effect.seq)
             assert lease is not None, "taken from the queue without a free slot"
-            payload = self._handler.gather(source, lease.view)
-            nbytes, digest = len(payload), self._handler.digest_staged(source, payload, effect.seq)
-            op = self._start_op(effect, lease)
-            self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, payload)
-        self._answer(RegionReady(effect.key, effect.seq, effect.tag, nbytes, digest, time.perf_counter() - started))
+            payload = lease.view[: source.nbytes]
+            copying = self._handler.copier.gather(source, payload)
+            self._gathers.append(_Gather(effect, source, lease, payload, copying, started))
+            self._end_gathers()
+            return
+        digest = self._handler.digest(source, effect.seq)
+        if effect.lane in self._lanes.direct:
+            op = self._start_op(effect, None)
+            self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
+        self._answer_ready(effect, source, digest, started)
+
+    def _end_gathers(self) -> None:
+        """Sends what is in its slot now; of a hand-off that was fenced meanwhile, that ends the fence."""
+        for gather in [gather for gather in self._gathers if gather.copying.done()]:
+            self._gathers.remove(gather)
+            effect = gather.effect
+            if effect.key in self._places:
+                digest = self._handler.digest_staged(gather.source, gather.payload, effect.seq)
+                op = self._start_op(effect, gather.lease)
+                self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, gather.payload)
+                self._answer_ready(effect, gather.source, digest, gather.started_s)
+            else:
+                self._free_slot(effect, gather.lease)
+                self._answer_fenced(effect.key)
+
+    def _answer_ready(self, effect: SendRegion, source: Rows, digest: int, started_s: float) -> None:
+        took_s = time.perf_counter() - started_s
+        self._answer(RegionReady(effect.key, effect.seq, effect.tag, source.nbytes, digest, took_s))
+
+    def _answer_fenced(self, key: HandoffKey) -> None:
+        """Not before the last gather has let go of the pages."""
+        if not any(gather.effect.key == key for gather in self._gathers):
+            self._answer(SourceFenced(key))
+
+    def _free_slot(self, effect: SendRegion, lease: SlotLease) -> None:
+        self.ring.give_back(lease)
+        self._to_send.ended(effect.lane, effect.peer, 1)
 
     def _start_op(self, effect: SendRegion, lease: SlotLease | None) -> int:
         op = self._next_op()
@@ -148,5 +190,11 @@ class Outgoing:
         return self.ring.free, self.ring.reserved, self.ring.leased
 
     @property
+    def copying(self) -> bool:
+        """A gather is under way, whose end nothing announces."""
+        return bool(self._gathers)
+
+    @property
     def operations(self) -> int:
-        return len(self._ops)
+        """Regions in a slot or on their way out of pages."""
+        return len(self._gathers) + len(self._ops)

@@ -7,7 +7,8 @@ registered.
 Invariants. R1: every slot is free, or reserved for one hand-off, or leased to one operation; a lease ends only by
 `give_back`, so a slot whose operation has not provably ended is *quarantined*: its hand-off may be long gone. R2: no
 overcommit: a reservation is backed by slots that exist now. S1: bytes reach pages only through `_scatter_region`, only
-after size and digest were right, and only pages of a registration that is still there.
+after size and digest were right, and only pages of a registration that is still there. S2: a copy that has begun goes
+on (`pool_copier.py`): whoever asked for it keeps slot and pages until it is done.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
 from baton.common.messages import Chunk, unpack_tokens
-from baton.transfer.copying import copy_rows
 from baton.transfer.digest import RegionDigest
 from baton.transfer.plan import NO_LAYERS, Cut, Span, pieces_of_state, stretch_of
+from baton.transfer.pool_copier import Copying, PoolCopier
 from baton.transfer.transports.base import Bytes, Rows, UnitIds
 
 
@@ -48,7 +49,7 @@ class StagingRing:
         self.slots = ring_bytes // slot_bytes
         assert self.slots > 0, f"a ring of {ring_bytes} bytes holds no slot of {slot_bytes}"
         self._map = mmap.mmap(-1, self.slots * slot_bytes)
-        self._memory = np.frombuffer(self._map, dtype=np.uint8).reshape(self.slots, slot_bytes)
+        self.memory = np.frombuffer(self._map, dtype=np.uint8)
         self._free = list(range(self.slots - 1, -1, -1))
         self._reserved: dict[HandoffKey, list[int]] = {}
         self._leases: dict[int, SlotLease] = {}
@@ -103,7 +104,7 @@ class StagingRing:
         assert every == list(range(self.slots)), f"slots are not partitioned: {every}"
 
     def _lease(self, key: HandoffKey, seq: int, index: int) -> SlotLease:
-        lease = SlotLease(key, seq, index, self._memory[index])
+        lease = SlotLease(key, seq, index, self.memory[index * self.slot_bytes : (index + 1) * self.slot_bytes])
         self._leases[index] = lease
         return lease
 
@@ -130,26 +131,31 @@ class NotMine:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Scattering:
+    """The region is right, and on its way into its pages."""
+
+    key: HandoffKey
+    chunk: Chunk
+    copying: Copying
+    started_s: float
+
+
 Scatter = Scattered | Damaged | NotMine
 
 
 class StagingHandler:
-    """Copies regions between staging memory and the units of each component's pool (`unit_rows`), each of `layers`."""
+    """Has regions copied between staging memory and the units of each component's pool, each of `layers`."""
 
-    def __init__(
-        self, pools: Mapping[Component, Bytes], digest: RegionDigest, layers: Mapping[Component, int] = NO_LAYERS
-    ) -> None:
-        for pool in pools.values():
-            assert pool.ndim == 2
-            assert pool.flags.c_contiguous, "one unit is one contiguous block"
-        self.pools = dict(pools)
+    def __init__(self, copier: PoolCopier, digest: RegionDigest, layers: Mapping[Component, int] = NO_LAYERS) -> None:
+        self.copier = copier
         self._digest = digest
         self._layers = layers
         self._destinations: dict[HandoffKey, dict[Component, UnitIds]] = {}
         self._landed: dict[HandoffKey, dict[int, Chunk]] = {}
 
     def unit_bytes(self, component: Component) -> int:
-        return int(self.pools[component].shape[1])
+        return self.copier.shape(component)[1]
 
     def register_decode_req(self, key: HandoffKey, spans: Sequence[Span]) -> None:
         """From now on regions of `key` may land in the units of `spans`, one for each whole segment, until `forget`.
@@ -159,7 +165,7 @@ class StagingHandler:
         assert len(destination) == len(spans), "two segments of one component"
         for component, units in destination.items():
             assert units.min() > 0, "the null page"
-            assert units.max() < len(self.pools[component]), "a page outside of the pool"
+            assert units.max() < self.copier.shape(component)[0], "a page outside of the pool"
         self._destinations[key] = destination
         self._landed[key] = {}
 
@@ -195,7 +201,7 @@ class StagingHandler:
             return Damaged(f"{chunk.nbytes} bytes announced, {target.nbytes} belong there")
         return target
 
-    def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter:
+    def _scatter_region(self, key: HandoffKey, chunk: Chunk, data: Bytes) -> Scatter | Scattering:
         """Verifies the staged bytes of `chunk` and copies them into its units. The only writer of a peer's bytes."""
         target = self.destination_of(key, chunk)
         if not isinstance(target, Rows):
@@ -205,8 +211,12 @@ class StagingHandler:
         if self.digest_staged(target, data, chunk.seq) != chunk.digest:
             return Damaged("digest differs")
         started = time.perf_counter()
-        copy_rows(self._stretch(target), target.units, data.reshape(len(target.units), -1), None)
-        return self._note_landed(key, chunk, started)
+        scattering = Scattering(key, chunk, self.copier.scatter(target, data), started)
+        return self.scattered(scattering) if scattering.copying.done() else scattering
+
+    def scattered(self, scattering: Scattering) -> Scattered:
+        """It is done, and its hand-off is still registered."""
+        return self._note_landed(scattering.key, scattering.chunk, scattering.started_s)
 
     def verify_placed(self, key: HandoffKey, chunk: Chunk, started: float | None = None) -> Scatter:
         """The same for a lane that has put the bytes into the units itself: they are the hand-off's and hold nothing
@@ -218,12 +228,6 @@ class StagingHandler:
             return Damaged("digest differs")
         return self._note_landed(key, chunk, time.perf_counter() if started is None else started)
 
-    def gather(self, source: Rows, out: Bytes) -> Bytes:
-        """Copies `source` into the front of `out` and returns that part of it."""
-        filled = out[: source.nbytes]
-        copy_rows(filled.reshape(len(source.units), -1), None, self._stretch(source), source.units)
-        return filled
-
     def digest(self, rows: Rows, seq: int) -> int:
         """Of what travels as region `seq`."""
         return self._digest.of_pages(self._stretch(rows), rows.units, seq)
@@ -233,8 +237,8 @@ class StagingHandler:
         return self._digest.of_staged(data, rows.row_bytes, seq)
 
     def _stretch(self, rows: Rows) -> Bytes:
-        """The bytes that count of every unit of the pool."""
-        return self.pools[rows.component][:, rows.begin : rows.end]
+        """The bytes that count of every unit of a pool in host memory."""
+        return self.copier.host_pools[rows.component][:, rows.begin : rows.end]
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
         self._landed[key][chunk.seq] = chunk

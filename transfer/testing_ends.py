@@ -26,6 +26,7 @@ from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.data_plane import DataPlane
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.plan import Span
+from baton.transfer.pool_copier import PoolCopier
 from baton.transfer.process import die_with_parent
 from baton.transfer.session.effects import (
     CloseSink,
@@ -106,7 +107,12 @@ def random_pool(num_pages: int, page_bytes: int, seed: int) -> Bytes:
 class End:
     """One data plane with its mesh, driven by hand from one thread."""
 
-    def __init__(self, spec: EndSpec, hub: InprocHub | None = None) -> None:
+    def __init__(
+        self,
+        spec: EndSpec,
+        hub: InprocHub | None = None,
+        copier: Callable[[KvMemory], PoolCopier] | None = None,
+    ) -> None:
         self.spec = spec
         self.stamp = Stamp(WorkerId(spec.worker), 0, Epoch(spec.epoch))
         self.mesh = Mesh(self.stamp, "127.0.0.1", spec.keys)
@@ -130,7 +136,7 @@ class End:
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
-        self.data = DataPlane(spec.config, memory, staged, pull, direct)
+        self.data = DataPlane(spec.config, memory, staged, pull, direct, copier(memory) if copier else None)
         self.events: list[DataEvent] = []
 
     @property

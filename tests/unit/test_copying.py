@@ -7,18 +7,26 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from triton_rig import interpreted_copy
 
 from baton.common import log
 from baton.common.native import BuildError, built
 from baton.transfer import copying
 from baton.transfer.copying import LIBRARY, Copy, compiled_copy, copy_rows_numpy
 
-COPIES = {"compiled": lambda: compiled_copy(built(LIBRARY)), "numpy": lambda: copy_rows_numpy}
+ON_HOST = {"compiled": lambda: compiled_copy(built(LIBRARY)), "numpy": lambda: copy_rows_numpy}
+COPIES = ON_HOST | {"triton": interpreted_copy}
 
 
 @pytest.fixture(params=COPIES)
 def copy(request: pytest.FixtureRequest) -> Copy:
     return COPIES[request.param]()
+
+
+@pytest.fixture(params=ON_HOST)
+def host_copy(request: pytest.FixtureRequest) -> Copy:
+    """Not Triton's interpreter, where a program of the kernel takes milliseconds."""
+    return ON_HOST[request.param]()
 
 
 def rows(count: int, row_bytes: int, seed: int, offset: int = 0) -> np.ndarray:
@@ -28,12 +36,20 @@ def rows(count: int, row_bytes: int, seed: int, offset: int = 0) -> np.ndarray:
     return memory[first : first + count * row_bytes].reshape(count, row_bytes)
 
 
-# Below and above the sizes from which on the caches are bypassed and a second thread helps.
-@pytest.mark.parametrize(
-    ("row_bytes", "count"), [(1, 3), (100, 7), (4096, 9), (4096, 70), (23040, 200), (720 << 10, 5)]
-)
+@pytest.mark.parametrize(("row_bytes", "count"), [(1, 3), (100, 7), (512, 4), (4096, 9), (23040, 3)])
 @pytest.mark.parametrize("offset", [0, 1, 64])
 def test_rows_arrive_whole_and_nothing_else_changes(copy: Copy, row_bytes: int, count: int, offset: int) -> None:
+    check_rows(copy, row_bytes, count, offset)
+
+
+# Below and above the sizes from which on the caches are bypassed and a second thread helps.
+@pytest.mark.parametrize(("row_bytes", "count"), [(4096, 70), (23040, 200), (720 << 10, 5)])
+@pytest.mark.parametrize("offset", [0, 1, 64])
+def test_many_rows_arrive_as_few(host_copy: Copy, row_bytes: int, count: int, offset: int) -> None:
+    check_rows(host_copy, row_bytes, count, offset)
+
+
+def check_rows(copy: Copy, row_bytes: int, count: int, offset: int) -> None:
     rng = np.random.default_rng(count)
     total = 2 * count + 1
     source, target = rows(total, row_bytes, 1, offset), rows(total, row_bytes, 2)
@@ -82,10 +98,10 @@ def test_rows_that_do_not_fit_each_other_are_a_bug() -> None:
         copy(rows(4, 64, 1)[:, ::2], one, rows(4, 32, 2), one)
 
 
-def test_a_read_only_source_is_enough(copy: Copy) -> None:
+def test_a_read_only_source_is_enough(host_copy: Copy) -> None:
     source, target = rows(4, 64, 1), rows(4, 64, 2)
     source.flags.writeable = False
-    copy(target, None, source, None)
+    host_copy(target, None, source, None)
     assert np.array_equal(target, source)
 
 

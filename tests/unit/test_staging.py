@@ -16,6 +16,7 @@ from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Chunk, pack_tokens
 from baton.transfer.digest import RegionDigest, digest_of, digest_of_pages
 from baton.transfer.plan import Span
+from baton.transfer.pool_copier import HostCopier
 from baton.transfer.staging import (
     Damaged,
     NotMine,
@@ -165,16 +166,15 @@ def span(component: str, units: list[int]) -> Span:
 def handler(*spans: Span) -> StagingHandler:
     """Units of FULL have 64 bytes, of SWA 24, of STATE 100."""
     sizes = zip(Component, (64, 24, 100), strict=True)
-    made = StagingHandler(
-        {component: np.zeros((16, size), dtype=np.uint8) for component, size in sizes}, RegionDigest("full")
-    )
+    pools = {component: np.zeros((16, size), dtype=np.uint8) for component, size in sizes}
+    made = StagingHandler(HostCopier(pools), RegionDigest("full"))
     made.register_decode_req(KEY, spans)
     return made
 
 
 def one_pool(units: list[int]) -> tuple[StagingHandler, np.ndarray]:
     made = handler(span("full", units))
-    return made, made.pools[Component.FULL]
+    return made, made.copier.host_pools[Component.FULL]
 
 
 def test_regions_land_where_they_belong_in_any_order_and_again() -> None:
@@ -193,7 +193,7 @@ def test_each_component_has_its_own_units_of_its_own_size() -> None:
     for seq, (name, first, units, size) in enumerate((("state", 1, 2, 100), ("full", 0, 2, 64), ("swa", 0, 1, 24))):
         data = content(units, size, seed=seq)
         assert isinstance(subject._scatter_region(KEY, chunk(seq, first, units, data, component=name), data), Scattered)
-    pools = {component.value: pool for component, pool in subject.pools.items()}
+    pools = {component.value: pool for component, pool in subject.copier.host_pools.items()}
     assert np.array_equal(pools["full"][[9, 3]].reshape(-1), content(2, 64, seed=1))
     assert np.array_equal(pools["swa"][3], content(1, 24, seed=2))
     assert np.array_equal(pools["state"][[5, 6]].reshape(-1), content(2, 100, seed=0))
@@ -209,7 +209,7 @@ def test_a_region_outside_of_the_registration_is_not_ours(component: str, first:
     outcome = subject._scatter_region(KEY, chunk(0, first, units, data, component=component), data)
     assert isinstance(outcome, NotMine)
     assert "outside" in outcome.reason
-    assert not any(pool.any() for pool in subject.pools.values())
+    assert not any(pool.any() for pool in subject.copier.host_pools.values())
 
 
 def test_nothing_lands_after_forget_or_for_a_stranger() -> None:
@@ -227,8 +227,8 @@ def test_a_sequence_number_has_one_place() -> None:
     assert isinstance(subject._scatter_region(KEY, chunk(0, 1, 1, data), data), NotMine)
     part = data[:24]
     assert isinstance(subject._scatter_region(KEY, chunk(0, 0, 1, part, component="swa"), part), NotMine)
-    assert not subject.pools[Component.FULL][3].any()
-    assert not subject.pools[Component.SWA].any()
+    assert not subject.copier.host_pools[Component.FULL][3].any()
+    assert not subject.copier.host_pools[Component.SWA].any()
 
 
 def test_wrong_size_and_wrong_digest_are_damage_and_touch_nothing() -> None:
@@ -277,7 +277,7 @@ def test_a_state_is_cut_into_pieces_of_the_same_memory() -> None:
 
 def test_a_part_of_the_layers_lands_in_their_bytes_alone() -> None:
     pool = np.zeros((16, 64), dtype=np.uint8)
-    subject = StagingHandler({Component.FULL: pool}, RegionDigest("full"), {Component.FULL: 4})
+    subject = StagingHandler(HostCopier({Component.FULL: pool}), RegionDigest("full"), {Component.FULL: 4})
     subject.register_decode_req(KEY, (span("full", [9, 3, 5]),))
     data = content(2, 32)
     second = structs.replace(chunk(1, 1, 2, data), part=1, parts=2)
@@ -286,4 +286,6 @@ def test_a_part_of_the_layers_lands_in_their_bytes_alone() -> None:
     assert not pool[:, :32].any()
     assert isinstance(subject._scatter_region(KEY, structs.replace(second, part=0), data), NotMine)
     rows = subject.rows_of(Span(Component.FULL, 0, pack_tokens([3, 5]), part=1, parts=2))
-    assert np.array_equal(subject.gather(rows, np.zeros(100, dtype=np.uint8)), data)
+    slot = np.zeros(64, dtype=np.uint8)
+    assert subject.copier.gather(rows, slot).done()
+    assert np.array_equal(slot, data)
