@@ -84,7 +84,7 @@ class LaneProbes:
         self._current: _Measuring | None = None
         self._next_tag = FIRST_TAG
         self._served: dict[int, _Served] = {}  # by op
-        self._leases: dict[int, tuple[StagingRing, SlotLease]] = {}  # by op, of both sides
+        self._ops: dict[int, tuple[StagingRing, SlotLease] | None] = {}  # not ended yet, also of what was given up
 
     # ---------------------------------------------------------------------------------------- receiver
 
@@ -115,13 +115,14 @@ class LaneProbes:
         op = self._next_op()
         current.started_s = time.perf_counter()
         if current.lane in self._lanes.direct:
+            self._ops[op] = None
             self._lanes.direct[current.lane].receive(op, peer, current.tag, self._null_rows(self._nbytes(current.lane)))
         else:
             lease = self._receive_ring.lease_free(_NOBODY, 0)
             if lease is None:
                 self._current = None  # hand-offs need them all
                 return
-            self._leases[op] = (self._receive_ring, lease)
+            self._ops[op] = (self._receive_ring, lease)
             slot = lease.view[: self._nbytes(current.lane)]
             self._lanes.staged[current.lane].receive(op, peer, current.tag, slot)
         current.op = op
@@ -172,9 +173,10 @@ class LaneProbes:
             return
         op = self._next_op()
         if probe.lane in self._lanes.direct:
+            self._ops[op] = None
             self._lanes.direct[probe.lane].send(op, peer, probe.tag, self._null_rows(probe.nbytes))
         elif probe.lane in self._lanes.staged and (lease := self._send_ring.lease_free(_NOBODY, 0)) is not None:
-            self._leases[op] = (self._send_ring, lease)
+            self._ops[op] = (self._send_ring, lease)
             payload = lease.view[: probe.nbytes]
             payload[:] = 0  # what was in the slot is not this peer's business
             self._lanes.staged[probe.lane].send(op, peer, probe.tag, payload)
@@ -187,15 +189,17 @@ class LaneProbes:
 
     def on_operation(self, event: OperationEnd) -> bool:
         """False: not one of a probe."""
-        lease = self._leases.pop(event.op, None)
-        if lease is not None:
-            lease[0].give_back(lease[1])
-        served = self._served.pop(event.op, None)
+        if event.op not in self._ops:
+            return False
+        held = self._ops.pop(event.op)
+        if held is not None:
+            ring, lease = held
+            ring.give_back(lease)
+        self._served.pop(event.op, None)
         current = self._current
-        measured = current is not None and current.op == event.op
-        if current is not None and measured:
+        if current is not None and current.op == event.op:
             self._on_round(current, event)
-        return measured or served is not None or lease is not None
+        return True
 
     def wait_s(self, now: float) -> float | None:
         """How soon `step` is wanted; None: not before something happens."""

@@ -20,6 +20,7 @@ from baton.transfer.session.effects import (
     SinkLaneFailed,
     SinkNotPrepared,
     SourceFenced,
+    SourceLaneFailed,
 )
 from baton.transfer.testing_ends import (
     FULL_ONLY,
@@ -212,6 +213,22 @@ class TransportContract:
                 pump([sink, source], lambda: False, wait_s=0.05)
                 assert not hand_off.landed()
             hand_off.fence()
+            self._check_all_slots_return(sink, source)
+
+    def test_a_tag_that_is_taken_harms_nobody_but_who_named_it_twice(self) -> None:
+        if self.lane == "local":
+            return  # has no tags
+        with closing_both(self.make_pair()) as (sink, source):
+            hand_off = self._hand_off(sink, source, np.random.default_rng(12), 8)
+            hand_off.prepare()
+            hand_off.send(0, slice(0, 4))
+            hand_off.send(1, slice(4, 8), tag=hand_off.tag_base)
+            assert pump([source], lambda: bool(hand_off.of(SourceLaneFailed))), "the second one must end"
+            ready = hand_off.ready(0)
+            hand_off.land(hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest))
+            assert pump([sink, source], lambda: hand_off.landed() == {0}), "the first one arrives"
+            hand_off.fence()
+            source.execute(FenceSource(hand_off.key))
             self._check_all_slots_return(sink, source)
 
     def test_an_announced_size_that_is_wrong_touches_no_page(self) -> None:

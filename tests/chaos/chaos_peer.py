@@ -58,6 +58,8 @@ from baton.transfer.transports.local import LocalTransport
 PAGE_SIZE, WINDOW, LAYERS = 4, 41, 4
 MOST_PAGES = 40
 FIRST_TOKEN = 7
+SHUN_S = 0.1
+"""So long a sink asks nothing of a source that could not be reached."""
 SINK_KV = KvSpec(KvLayout(PAGE_SIZE, window=WINDOW, state=True), ((641, 4096), (193, 1536), (17, 40000)), LAYERS)
 SOURCE_KV = KvSpec(SINK_KV.layout, ((2049, 4096), (513, 1536), (49, 40000)), LAYERS)
 MARGIN_S = 1.5
@@ -91,6 +93,7 @@ class PeerSpec:
     trap: Trap | None = None
     piece_delay_s: float = 0.0  # a source waits so long between two pieces, at most
     give_up: float = 0.0  # this share of its hand-offs it ends itself
+    hold_first: bool = False  # a source never finishes its first hand-off
 
 
 # ------------------------------------------------------------------------------------------ commands, reports
@@ -105,7 +108,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class OpenOne:
-    """This one; aborted `abort_after_s` later."""
+    """This one, as soon as the source is known; aborted `abort_after_s` later."""
 
     peer: WorkerId
     tokens: int
@@ -327,6 +330,8 @@ class Sink(_Peer):
         super().__init__(pipe, spec)
         self._sources: list[WorkerId] = []
         self._pace = 0
+        self._shunned_until_s: dict[WorkerId, float] = {}
+        self._orders: list[OpenOne] = []
         self._again: deque[tuple[HandoffKey, int, int]] = deque()
 
     def on_item(self, item: object, now: float) -> None:
@@ -334,9 +339,7 @@ class Sink(_Peer):
             case Pace(count):
                 self._pace = count
             case OpenOne():
-                held = self._open(item.peer, self._new_key(), 0, item.tokens, now + item.ttl_s)
-                assert held is not None, "no pages for it"
-                held.abort_at_s = now + item.abort_after_s
+                self._orders.append(item)
             case MembershipView():
                 self._sources = [
                     member.stamp.worker
@@ -357,13 +360,21 @@ class Sink(_Peer):
                 landed = item.landed_until - held.start
                 assert landed == 0, "of a model with a state nothing is of use alone"
                 self.ended(held, item.failure, item.lane, item.nbytes, 0, self.late_s(held, now))
+                if item.failure.code == ErrorCode.NO_WORKER:
+                    self._shunned_until_s[item.peer] = now + SHUN_S
                 if held.key.attempt < 3 and self.random.random() < 0.5:
                     self._again.append((HandoffKey(held.key.handoff, held.key.attempt + 1), held.start, held.total))
             case _:
                 raise AssertionError(f"nobody expects {item}")
 
     def on_turn(self, now: float) -> None:
-        while len(self.held) < self._pace and self._sources:
+        for order in [order for order in self._orders if order.peer in self._sources]:
+            self._orders.remove(order)
+            held = self._open(order.peer, self._new_key(), 0, order.tokens, now + order.ttl_s)
+            assert held is not None, "no pages for it"
+            held.abort_at_s = now + order.abort_after_s
+        sources = [source for source in self._sources if self._shunned_until_s.get(source, 0.0) <= now]
+        while len(self.held) < self._pace and sources:
             dice = self.random
             if self._again:
                 key, start, total = self._again.popleft()
@@ -373,9 +384,9 @@ class Sink(_Peer):
                 start = dice.randrange(pages) * PAGE_SIZE if dice.random() < 0.3 else 0
                 key = self._new_key()
             ttl_s = dice.choice((0.3, 1.0, 2.0, 4.0))
-            held = self._open(dice.choice(self._sources), key, start, total, now + ttl_s)
+            held = self._open(dice.choice(sources), key, start, total, now + ttl_s)
             if held is None:
-                return
+                break
             if dice.random() < self.give_up:
                 held.abort_at_s = now + dice.uniform(0, 0.2)
         for held in self.held.values():
@@ -408,6 +419,10 @@ class Sink(_Peer):
 
 class Source(_Peer):
     side, kv = "source", SOURCE_KV
+
+    def __init__(self, pipe: Connection, spec: PeerSpec) -> None:
+        super().__init__(pipe, spec)
+        self._holds = spec.hold_first
 
     def on_item(self, item: object, now: float) -> None:
         match item:
@@ -455,6 +470,9 @@ class Source(_Peer):
         for segment in self.segments(held):
             self.pages.fill(held.key, segment, held.lent)
             held.pieces.extend(self._cut(held, segment))
+        if self._holds:
+            self._holds = False
+            return
         held.pieces.append(FinishSource(held.key, PrefillResult(FIRST_TOKEN if offer.sample else -1, None, 0.1, 0)))
         if self.random.random() < self.give_up:
             held.abort_at_s = now + self.random.uniform(0, 0.2)

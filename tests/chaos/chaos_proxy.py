@@ -9,12 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import multiprocessing.context
+import os
 import random
 import socket
 import struct
+import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 from baton.transfer.process import die_with_parent
@@ -186,11 +191,27 @@ def _main(pipe: Connection, seed: int) -> None:
     asyncio.run(_run(pipe, seed))
 
 
+@cache
+def process_context() -> multiprocessing.context.ForkServerContext:
+    """Processes come and go by the dozen: they begin as copies of one that has imported everything. It takes the path
+    from the environment alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["chaos_peer", "chaos_proxy"])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
 class ProxyProcess:
     """From any thread."""
 
     def __init__(self, seed: int) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = process_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(theirs, seed), daemon=True)
         self._process.start()

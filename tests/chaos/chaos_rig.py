@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from chaos_mesh import NO_FAULTS, FrameFaults
 from chaos_peer import PAGE_SIZE, Account, Calm, CheckUp, End, PeerSpec, Quit, Ready, Trap, run_peer
-from chaos_proxy import ProxyProcess
+from chaos_proxy import ProxyProcess, process_context
 from io_rig import StandInController
 from msgspec import structs
 
 from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, TransferConfig
+from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import LaneAddress, Member
 from baton.transfer.mesh import ClusterKeys
 
 WAIT_S = 30.0
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["chaos_peer", "chaos_proxy"])
+_NUMBERS = re.compile(r"\d+")
 
 
 def chaos_config(*lanes: str, dead_after_s: float = 1.0) -> ClusterConfig:
@@ -86,8 +86,9 @@ class PeerProcess:
 
     def __init__(self, spec: PeerSpec) -> None:
         self.spec = spec
-        self._pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=run_peer, args=(theirs, spec), daemon=True)
+        context = process_context()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=run_peer, args=(theirs, spec), daemon=True)
         self.process.start()
         theirs.close()
         self.up = False
@@ -149,7 +150,7 @@ class Tally:
     wrong_bytes: int = 0
     late: list[End] = field(default_factory=list)
     untyped: list[End] = field(default_factory=list)
-    odd: Counter[str] = field(default_factory=Counter)  # internal failures, by reason
+    odd: Counter[str] = field(default_factory=Counter)  # failures of lanes and peers, by reason
 
     def add(self, end: End) -> None:
         self.wrong_bytes += end.wrong_bytes
@@ -163,6 +164,8 @@ class Tally:
             self.nbytes += end.nbytes
             return
         self.failed[end.code] += 1
+        if end.code in (ErrorCode.INTERNAL, ErrorCode.NO_WORKER):
+            self.odd[_NUMBERS.sub("#", end.reason)[:100]] += 1
         if not end.reason:
             self.untyped.append(end)
 
@@ -186,6 +189,7 @@ class ChaosCluster:
         trap: Trap | None = None,
         piece_delay_s: float = 0.0,
         give_up: float = 0.0,
+        hold_first: bool = False,
     ) -> PeerProcess:
         """A new process for the seat; the one before is proven dead."""
         self._started += 1
@@ -193,7 +197,7 @@ class ChaosCluster:
         stamp = Stamp(WorkerId(worker), self._started, Epoch(self.seed * 1000 + self._started))
         spec = PeerSpec(
             stamp, role, config, self.keys, self.hub.address, self.seed * 1000 + self._started, faults, trap,
-            piece_delay_s, give_up,
+            piece_delay_s, give_up, hold_first,
         )  # fmt: skip
         peer = self.peers[worker] = PeerProcess(spec)
         return peer

@@ -179,7 +179,8 @@ def soak(seed: int, committed: int, limit_s: float, disturb_every_s: float, sink
         f"\nchaos: seed {seed}, {summary.took_s:.0f} s: committed {summary.committed} {dict(tally.committed)}, "
         f"{tally.nbytes >> 20} MiB; failed {dict(tally.failed)}; sources {dict(tally.given_back)}; "
         f"did {dict(sorted(summary.did.items()))}; wrong bytes {tally.wrong_bytes}, late {len(tally.late)}, "
-        f"written after return {touched}, leaked pages {sum(account.lent_pages for account in leaked.values())}"
+        f"written after return {touched}, leaked pages {sum(account.lent_pages for account in leaked.values())}; "
+        f"reasons {dict(tally.odd.most_common(12))}"
     )
     assert tally.wrong_bytes == 0
     assert touched == 0, "pages were written after they had been given back"

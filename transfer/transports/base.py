@@ -84,6 +84,10 @@ class Sent:
     op: int
 
 
+TAG_TAKEN = "another region waits under its tag"
+"""Why a send ends at once. Honest peers name each tag once; one that does not spoils its own hand-off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Over without success; the memory is the caller's again."""
@@ -155,7 +159,7 @@ class StagedTransport(Transport, Protocol):
         ...
 
     def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
-        """Holds `payload` ready under `tag` until `peer` asks for it."""
+        """Holds `payload` ready under `tag` until `peer` asks for it. Ends when something else is."""
         ...
 
     def cancel(self, op: int) -> None: ...
@@ -170,7 +174,7 @@ class DirectTransport(Transport, Protocol):
         ...
 
     def send(self, op: int, peer: Stamp, tag: int, rows: Rows) -> None:
-        """Holds `rows` ready under `tag` until `peer` asks for it."""
+        """Holds `rows` ready under `tag` until `peer` asks for it. Ends when something else is."""
         ...
 
     def cancel(self, op: int) -> None:

@@ -16,7 +16,17 @@ import numpy as np
 
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent, Watcher
+from baton.transfer.transports.base import (
+    TAG_TAKEN,
+    Bytes,
+    Ended,
+    LinkDown,
+    LinkUp,
+    Received,
+    Sent,
+    TransportEvent,
+    Watcher,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,9 @@ class InprocTransport:
 
     def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
         with self._hub.lock:
+            if (peer, tag) in self._hub.sends:
+                self.report(Ended(op, TAG_TAKEN, peer_lost=False))
+                return
             self._hub.sends[peer, tag] = _Waiting(self, op, peer, payload)
             self._hub.match(peer, tag)
 

@@ -30,6 +30,7 @@ from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.messages import LaneAddress
 from baton.transfer.transports.base import (
+    TAG_TAKEN,
     Bytes,
     Ended,
     LinkDown,
@@ -250,6 +251,9 @@ class TcpTransport:
     # ------------------------------------------------------------------------------------------ source
 
     def send(self, op: int, peer: Stamp, tag: int, rows: Rows) -> None:
+        if (peer, tag) in self._ready:
+            self._events.append(Ended(op, TAG_TAKEN, peer_lost=False))
+            return
         offered = self._offered[op] = _Offered(op, peer, tag, rows)
         caller = self._asks.pop((peer, tag), None)
         if caller is None:

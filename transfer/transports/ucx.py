@@ -37,7 +37,17 @@ from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent, Watcher
+from baton.transfer.transports.base import (
+    TAG_TAKEN,
+    Bytes,
+    Ended,
+    LinkDown,
+    LinkUp,
+    Received,
+    Sent,
+    TransportEvent,
+    Watcher,
+)
 from baton.transfer.transports.ucx_parts import DOOR_BYTES, Endpoint, Hello, Seal, Ucxx, Welcome
 
 _TAGS_PER_ASK = 8
@@ -163,6 +173,8 @@ class _Core:
         if caller is not None and tag in caller.asked:
             del caller.asked[tag]
             self._start(self._send(caller, op, tag, payload))
+        elif (peer, tag) in self._ready:
+            self._report(Ended(op, TAG_TAKEN, peer_lost=False))
         else:
             self._ready[peer, tag] = _Ready(op, payload)
 

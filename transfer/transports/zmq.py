@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
 from baton.transfer.mesh import Mesh, bind_to, secure_client, secure_server, set_socket_options
-from baton.transfer.transports.base import Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent
+from baton.transfer.transports.base import TAG_TAKEN, Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent
 
 _HELLO, _ASK, _DROP, _WELCOME, _DATA = b"H", b"A", b"X", b"W", b"D"
 _MESSAGES_PER_POLL = 64
@@ -140,6 +140,9 @@ class ZmqTransport:
     # ------------------------------------------------------------------------------------------ source
 
     def send(self, op: int, peer: Stamp, tag: int, payload: Bytes) -> None:
+        if (peer, tag) in self._ready:
+            self._events.append(Ended(op, TAG_TAKEN, peer_lost=False))
+            return
         self._ready[peer, tag] = _Ready(op, payload)
         caller = self._asks.pop((peer, tag), None)
         if caller is not None:
