@@ -130,6 +130,7 @@ class TransferConfig:
     lane_choice: LaneChoice = "measured"  # measured: a lane that is clearly faster comes before the order
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot
+    direct_region_bytes: int = 16 << 20  # most bytes in one region on a lane without staging (local, tcp)
     credit_regions: int = 4  # regions in flight per hand-off
     tcp_streams: int = 1  # connections of the tcp lane from each receiver to each source
     max_gbps: float = 0.0  # gigabytes (1e9) per second that a worker sends at most, and receives; 0: no limit
@@ -327,6 +328,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("decode_worker.chunk_tokens", config.decode_worker.chunk_tokens),
         ("decode_worker.session_ttl_s", config.decode_worker.session_ttl_s),
         ("transfer.region_bytes", config.transfer.region_bytes),
+        ("transfer.direct_region_bytes", config.transfer.direct_region_bytes),
         ("transfer.credit_regions", config.transfer.credit_regions),
         ("transfer.resend_after_s", config.transfer.resend_after_s),
         ("transfer.handoff_ttl_s", config.transfer.handoff_ttl_s),

@@ -78,7 +78,7 @@ class SharedView:
             whole = _map_sealed(ours, HEADER_BYTES + nbytes)
         finally:
             os.close(ours)
-        self._expected = np.frombuffer(nonce, dtype=np.uint8)
+        self._expected = nonce
         self._nonce = whole[:NONCE_BYTES]
         self.memory: Bytes = whole[HEADER_BYTES:]
         if not self.valid:
@@ -87,7 +87,7 @@ class SharedView:
     @property
     def valid(self) -> bool:
         """The owner still lets us read."""
-        return np.array_equal(self._nonce, self._expected)
+        return self._nonce.tobytes() == self._expected
 
 
 def _map_sealed(fd: int, nbytes: int) -> Bytes:

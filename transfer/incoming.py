@@ -114,7 +114,8 @@ class Incoming:
         self._recheck_at_s, self._seen_version = 0.0, 0
         self._sinks: dict[HandoffKey, _Sink] = {}
         self._to_pull: RegionQueue[_Wanted] = RegionQueue(caps, 1)
-        self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)
+        self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)  # into slots
+        self._to_place: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.direct_region_bytes)
         self._ops: dict[int, _Receive] = {}
         self._scatters: list[_Scatter] = []
 
@@ -134,10 +135,12 @@ class Incoming:
         elif effect.lane in self._lanes.staged and chunk.nbytes > self.ring.slot_bytes:
             self._fail(effect, f"region of {chunk.nbytes} bytes is larger than a slot", False, now)
         else:
-            queue, holds = (self._to_pull, 0) if effect.lane in self._lanes.pull else (self._to_receive, target.nbytes)
+            holds = 0 if effect.lane in self._lanes.pull else target.nbytes
             wanted = _Wanted(effect, target)
             priority = self._sinks[effect.key].priority
-            queue.put(effect.lane, effect.peer, effect.key, priority, wanted, target.nbytes, holds)
+            self._queue_of(effect.lane).put(
+                effect.lane, effect.peer, effect.key, priority, wanted, target.nbytes, holds
+            )
             self._start_receives(now)
 
     def fence(self, key: HandoffKey, now: float) -> None:
@@ -174,8 +177,8 @@ class Incoming:
                 self._answer(SinkNotPrepared(effect.key, failure, peer_lost=lost))
             case Chosen(lane) as chosen if lane not in self._lanes.staged:
                 self._open(effect, chosen, self._config.credit_regions)
-            case Chosen() if effect.key not in self._shares:
-                want = sum(-(-span.units // self._region_units(span.component)) for span in effect.spans)
+            case Chosen(lane) if effect.key not in self._shares:
+                want = sum(-(-span.units // self._region_units(span.component, lane)) for span in effect.spans)
                 self._shares.ask(effect.key, effect.priority, min(self._config.credit_regions, want))
             case Chosen() | Wait():
                 pass
@@ -198,20 +201,27 @@ class Incoming:
         del self._waiting[effect.key]
         self._handler.register_decode_req(effect.key, effect.spans)
         self._sinks[effect.key] = _Sink(effect.peer, chosen.lane, effect.priority)
-        region_units = tuple(self._region_units(span.component) for span in effect.spans)
+        region_units = tuple(self._region_units(span.component, chosen.lane) for span in effect.spans)
         speed = self._lanes.gbps(effect.peer.worker, chosen.lane)
         self._answer(SinkPrepared(effect.key, chosen.lane, credit, region_units, speed))
         self._lanes.use(effect.peer, chosen)
 
-    def _region_units(self, component: Component) -> int:
-        """Most in a region. One at least: without slots a region of one unit may be larger than a slot."""
-        return max(1, min(self._config.region_bytes // self._handler.unit_bytes(component), MAX_REGION_UNITS))
+    def _region_units(self, component: Component, lane: str) -> int:
+        """Most in a region. One at least: without slots a region of one unit may be larger than what is said."""
+        most = self._config.region_bytes if lane in self._lanes.staged else self._config.direct_region_bytes
+        return max(1, min(most // self._handler.unit_bytes(component), MAX_REGION_UNITS))
+
+    def _queue_of(self, lane: str) -> RegionQueue[_Wanted]:
+        if lane in self._lanes.pull:
+            return self._to_pull
+        return self._to_place if lane in self._lanes.direct else self._to_receive
 
     # ----------------------------------------------------------------------------------------- regions
 
     def step(self, now: float) -> bool:
         """Asks for what may be asked for, ends scatters, and pulls one region. False: none waits."""
-        self._end_scatters(now)
+        if self._scatters:
+            self._end_scatters(now)
         self._start_receives(now)
         wanted = self._to_pull.take(now)
         if wanted is not None:
@@ -219,8 +229,9 @@ class Incoming:
         return wanted is not None
 
     def _start_receives(self, now: float) -> None:
-        while (wanted := self._to_receive.take(now)) is not None:
-            self._receive(wanted)
+        for queue in (self._to_receive, self._to_place):
+            while (wanted := queue.take(now)) is not None:
+                self._receive(wanted)
 
     def _receive(self, wanted: _Wanted) -> None:
         effect, op = wanted.effect, self._next_op()
@@ -240,7 +251,7 @@ class Incoming:
         if receive is None:
             return False
         effect = receive.wanted.effect
-        self._to_receive.ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
+        self._queue_of(effect.lane).ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
         sink = self._sinks.get(effect.key)
         outcome: Scatter | Scattering | None = None
         if sink is not None and event.op in sink.ops:
@@ -330,8 +341,7 @@ class Incoming:
         self._shares.close(key)
         sink = self._sinks.pop(key, None)
         if sink is not None:
-            queue = self._to_pull if sink.lane in self._lanes.pull else self._to_receive
-            queue.forget(sink.lane, sink.peer, key)
+            self._queue_of(sink.lane).forget(sink.lane, sink.peer, key)
         self._handler.forget(key)
         self.ring.close(key)
 
@@ -343,7 +353,8 @@ class Incoming:
 
     def wait_s(self, now: float) -> float | None:
         """How soon it wants to go on; None: not before something happens."""
-        waits = [self._to_pull.wait_s(now), self._to_receive.wait_s(now), WAITING_RECHECK_S if self._waiting else None]
+        waits = [queue.wait_s(now) for queue in (self._to_pull, self._to_receive, self._to_place)]
+        waits += [WAITING_RECHECK_S] if self._waiting else []
         return min((wait for wait in waits if wait is not None), default=None)
 
     @property

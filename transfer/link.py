@@ -130,6 +130,7 @@ class Links:
         self._order = tuple(lanes)
         self._gbps = gbps
         self._peers: dict[Stamp, dict[str, _Lane]] = {}
+        self._due_s = float("inf")  # before that no lane has anything to be tried again
 
     def set_peers(self, peers: Iterable[tuple[Stamp, Sequence[LaneAddress]]], now: float) -> list[OpenLink | CloseLink]:
         """The whole set. A peer that restarted is another peer."""
@@ -143,6 +144,7 @@ class Links:
                 by_lane = {address.lane: address for address in addresses}
                 self._peers[peer] = {name: self._new_lane(by_lane.get(name), now) for name in self._order}
                 effects += [OpenLink(peer, name, by_lane[name]) for name in self._order if name in by_lane]
+                self._due_s = min(self._due_s, now + CONNECT_TIMEOUT_S)
         return effects
 
     def knows(self, peer: Stamp) -> bool:
@@ -162,6 +164,8 @@ class Links:
 
     def on_timer(self, now: float) -> list[OpenLink | CloseLink]:
         """Gives up links that do not come up, and tries again those that are down."""
+        if now < self._due_s:
+            return []
         effects: list[OpenLink | CloseLink] = []
         for peer, lanes in self._peers.items():
             for name, lane in lanes.items():
@@ -173,11 +177,13 @@ class Links:
                 else:
                     self._move(peer, name, LaneStatus.CONNECTING, lane.reason, now)
                     effects.append(OpenLink(peer, name, lane.address))
+        times = (lane.retry_at_s for lanes in self._peers.values() for lane in lanes.values())
+        self._due_s = min(times, default=float("inf"))
         return effects
 
     def next_deadline(self) -> float | None:
-        times = [lane.retry_at_s for lanes in self._peers.values() for lane in lanes.values()]
-        return min(times, default=None) if times and min(times) < float("inf") else None
+        """When `on_timer` is wanted; perhaps a little early."""
+        return self._due_s if self._due_s < float("inf") else None
 
     def views(self, peer: Stamp, now: float) -> list[LaneView]:
         return [
@@ -224,3 +230,4 @@ class Links:
                 lane.retry_at_s = now + RETRY_S
             case _:
                 lane.retry_at_s = float("inf")
+        self._due_s = min(self._due_s, lane.retry_at_s)

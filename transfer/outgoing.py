@@ -103,7 +103,8 @@ class Outgoing:
     def step(self, now: float) -> bool:
         """Sends what has been gathered; and gathers one region, or digests one that leaves its pages without a copy.
         False: none may start."""
-        self._end_gathers()
+        if self._gathers:
+            self._end_gathers()
         effect = self._to_send.take(now) if self.ring.free else None
         effect = self._to_offer.take(now) if effect is None else effect
         if effect is not None:

@@ -50,23 +50,28 @@ class RegionQueue(Generic[T]):
         self._caps = caps
         self._window = window
         self._lanes: OrderedDict[str, _Lane[T]] = OrderedDict()
+        self._waiting = 0
 
     def put(self, lane: str, peer: Stamp, key: HandoffKey, priority: int, what: T, nbytes: int, holds: int) -> None:
         """`holds`: of the window, from when it is started until `ended`."""
         one = self._lanes.setdefault(lane, _Lane())
         path = one.paths.setdefault(peer, _Path())
         path.turns.put(key, priority, _Item(what, nbytes, holds), nbytes)
+        self._waiting += 1
         if path.under_way < self._window:
             one.ready[peer] = path
 
     def take(self, now: float) -> T | None:
         """Starts the next one. Lanes take turns, and on each lane its peers. None: nothing may start now."""
+        if not self._waiting:
+            return None
         for name, lane in self._lanes.items():
             if not lane.ready or self._caps.wait_s(name, now) > 0:
                 continue
             peer, path = next(iter(lane.ready.items()))
             item = path.turns.take()
             assert item is not None, f"{peer} is ready and has nothing to start"
+            self._waiting -= 1
             path.under_way += item.holds
             if len(path.turns) and path.under_way < self._window:
                 lane.ready.move_to_end(peer)
@@ -92,13 +97,17 @@ class RegionQueue(Generic[T]):
         one = self._lanes.get(lane)
         path = one.paths.get(peer) if one is not None else None
         if one is not None and path is not None:
+            self._waiting -= len(path.turns)
             path.turns.forget(key)
+            self._waiting += len(path.turns)
             if not len(path.turns):
                 one.ready.pop(peer, None)
             self._tidy(one, peer)
 
     def wait_s(self, now: float) -> float | None:
         """How soon `take` has something; None: not before something is put or ends."""
+        if not self._waiting:
+            return None
         waits = [self._caps.wait_s(name, now) for name, lane in self._lanes.items() if lane.ready]
         return min(waits, default=None)
 

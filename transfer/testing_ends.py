@@ -95,7 +95,12 @@ class EndSpec:
 def small_config(lane: str) -> TransferConfig:
     """Slots of four pages of `FULL_ONLY`, eight of them."""
     return TransferConfig(
-        digest="full", lanes=(lane,), staging_ring_bytes=8 * 16384, region_bytes=16384, credit_regions=2
+        digest="full",
+        lanes=(lane,),
+        staging_ring_bytes=8 * 16384,
+        region_bytes=16384,
+        direct_region_bytes=16384,
+        credit_regions=2,
     )
 
 

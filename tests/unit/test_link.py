@@ -75,6 +75,7 @@ def test_a_link_lives_through_down_retry_and_up() -> None:
     choice = links.choose(PEER, 3.0)
     assert isinstance(choice, Chosen)
     assert choice.lane == "local"
+    assert links.on_timer(links.next_deadline() or 0.0) == [], "called once for nothing, perhaps"
     assert links.next_deadline() is None
 
 

@@ -132,7 +132,8 @@ def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules)
     assert _all_shipped(state), "finished before everything was shipped"
     assert (event.result.first_token >= 0) == state.terms.sample, "a first token exactly when one was asked for"
     step = await_ack_if_announced(replace(state, result=event.result), now, rules)
-    early = () if step.effects else (to_peer(state.terms, _done(state, event.result)),)
+    late = bool(step.effects) or not state.terms.sample
+    early = () if late else (to_peer(state.terms, _done(state, event.result)),)  # its token need not wait for pages
     return Step(step.state, Verdict.MOVE, step.effects + early)
 
 
