@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_a_row_beyond_two_gigabytes_is_found(offset: int) -> None:
     assert torch.equal(near[0], torch.arange(64, dtype=torch.uint8))
     kernel(far, last, near.flip(1), None)
     assert far[2].tolist() == list(range(63, -1, -1))
+
+
+def test_warming_up_goes_through_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted_kernel()
+    rows, variants = sys.modules["baton.transfer.triton_rows"], set()
+
+    class Recorder:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return self.launch
+
+        def launch(self, to: object, to_ids: object, _: int, source: object, ids: object, *__: int, **how: int) -> None:
+            variants.add((to_ids is None, ids is None, how["BLOCK"], how["WORDS"]))
+
+    monkeypatch.setattr(rows, "copy_rows_kernel", Recorder())
+    rows.warm_up(torch.device("cpu"))
+    sides = ((True, False), (False, True))
+    assert variants == {(*s, block, words) for s in sides for block in (512, 8192) for words in (True, False)}
 
 
 COMPILE = """
