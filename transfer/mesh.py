@@ -60,6 +60,7 @@ class MeshCounters:
     dropped_full: int = 0  # the peer's queue was at its high-water mark
     dropped_unknown: int = 0  # not connected to that worker
     dropped_too_big: int = 0
+    bad_address: int = 0  # of a peer: nothing can be sent to it
     malformed: int = 0
     foreign_epoch: int = 0  # meant for a process that sat at this address before
     admitted: int = 0  # connections let in
@@ -116,6 +117,18 @@ def bind_to(socket: zmq.Socket[bytes], host: str, port: int = 0) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def connect_to(socket: zmq.Socket[bytes], address: str) -> bool:
+    """False: that is no TCP address (other kinds would lead to places on this host that no peer may name)."""
+    if not address.startswith("tcp://"):
+        return False
+    socket.ipv6 = "[" in address
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
 def _is_ip(host: str) -> bool:
     try:
         ip_address(host)
@@ -156,7 +169,8 @@ class Mesh:
         return replace(self._counters)
 
     def connect(self, worker: WorkerId, address: str) -> None:
-        """Opens the way to `worker`, or moves it to a new address. Connecting happens in the background."""
+        """Opens the way to `worker`, or moves it to a new address. Connecting happens in the background. An address
+        that makes no sense is counted, and its worker stays unreachable: one bad peer ends nobody else."""
         known = self._peers.get(worker)
         if known is not None:
             if known[0] == address:
@@ -165,9 +179,11 @@ class Mesh:
         socket = self.context.socket(zmq.DEALER)
         set_socket_options(socket, HIGH_WATER_FRAMES, MAX_FRAME_BYTES)
         secure_client(socket, self.keys)
-        socket.ipv6 = "[" in address
-        socket.connect(address)
-        self._peers[worker] = (address, socket)
+        if connect_to(socket, address):
+            self._peers[worker] = (address, socket)
+        else:
+            socket.close(linger=0)
+            self._counters.bad_address += 1
 
     def disconnect(self, worker: WorkerId) -> None:
         """Forgets `worker` and what was queued for it. Unknown is fine."""

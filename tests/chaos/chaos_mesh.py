@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import zmq
+from chaos_fuzz import damaged, encoded, odd_parts, varied
 
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import Body, Frame, encode_frame
@@ -29,6 +30,7 @@ class FrameFaults:
     duplicate: float = 0.0
     delay: float = 0.0
     truncate: float = 0.0
+    mad: float = 0.0  # followed by something that no honest member would send
     delay_s: float = 0.25  # at most
 
 
@@ -79,6 +81,14 @@ class ChaosMesh(Mesh):
             super().send(worker, dst_epoch, body)
         sent = super().send(worker, dst_epoch, body)
         self._saw("sent", body)
+        if self._random.random() < faults.mad:
+            self.counts["mad"] += 1
+            data = encoded(self._random, self.stamp, dst_epoch, varied(self._random, body))
+            dice = self._random.random()
+            odd = (
+                odd_parts(self._random, data) if dice < 0.1 else [damaged(self._random, data)] if dice < 0.3 else [data]
+            )
+            self.send_raw(worker, odd)
         return sent
 
     def send_raw(self, worker: WorkerId, parts: list[bytes]) -> None:

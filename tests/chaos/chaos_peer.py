@@ -26,7 +26,7 @@ from chaos_pages import Lent, Pages
 
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
-from baton.common.engine.core_api import MembershipView
+from baton.common.engine.core_api import FromPeer, MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component, KvLayout
@@ -142,6 +142,7 @@ class End:
 
     side: str
     key: tuple[int, int]
+    peer: str
     code: str
     reason: str
     lane: str
@@ -179,6 +180,7 @@ class _Held:
     key: HandoffKey
     start: int
     total: int
+    peer: str
     lent: Lent
     deadline_s: float
     stalled_before_s: float
@@ -203,9 +205,10 @@ class _Peer:
         self.held: dict[HandoffKey, _Held] = {}
         self.give_up = spec.give_up
         self._pipe = pipe
-        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[object, float]] = queue.SimpleQueue()  # with the stalls until then
         self._ends: list[End] = []
         self._stalled_s, self._turned_s = 0.0, time.monotonic()
+        self._stalled_before_s = 0.0  # when what is being looked at came
         self._trap = _Sprung(spec.trap)
         self._mesh: ChaosMesh | None = None
         self.io = IoThread(
@@ -214,7 +217,7 @@ class _Peer:
             spec.config,
             self.memory,
             spec.keys,
-            self._inbox.put,
+            self._deliver,
             controller_address=spec.controller,
             on_fatal=lambda: os._exit(FATAL),
             mesh=self._make_mesh,
@@ -227,9 +230,9 @@ class _Peer:
         self._pipe.send(Ready())
         while True:
             try:
-                item = self._inbox.get(timeout=TURN_S)
+                item, self._stalled_before_s = self._inbox.get(timeout=TURN_S)
             except queue.Empty:
-                item = None
+                item, self._stalled_before_s = None, self._stalled_s
             now = time.monotonic()
             gap_s, self._turned_s = now - self._turned_s, now
             self._stalled_s += gap_s if gap_s > STALL_S else 0.0
@@ -258,12 +261,12 @@ class _Peer:
     def on_turn(self, now: float) -> None:
         raise NotImplementedError
 
-    def hold(self, key: HandoffKey, start: int, total: int, deadline_s: float) -> _Held | None:
+    def hold(self, key: HandoffKey, peer: str, start: int, total: int, deadline_s: float) -> _Held | None:
         assert key not in self.held, f"{key} is open already"
         lent = self.pages.lend(start, total)
         if lent is None:
             return None
-        held = self.held[key] = _Held(key, start, total, lent, deadline_s, self._stalled_s)
+        held = self.held[key] = _Held(key, start, total, peer, lent, deadline_s, self._stalled_before_s)
         return held
 
     def late_s(self, held: _Held, now: float) -> float:
@@ -275,7 +278,7 @@ class _Peer:
         self.pages.take_back(held.lent)
         code, reason = (failure.code, failure.reason) if failure else ("", "")
         key = (held.key.handoff, held.key.attempt)
-        self._ends.append(End(self.side, key, code, reason, lane, nbytes, wrong, late_s))
+        self._ends.append(End(self.side, key, held.peer, code, reason, lane, nbytes, wrong, late_s))
 
     def segments(self, held: _Held) -> tuple[Segment, ...]:
         return self.pages.segments(held.start, held.total)
@@ -291,10 +294,13 @@ class _Peer:
         pull = tuple(_HalfPull(memory, self._trap) for _ in lanes.pull)
         return Lanes(lanes.staged, pull, lanes.direct)
 
+    def _deliver(self, item: object) -> None:
+        self._inbox.put((item, self._stalled_s))
+
     def _hear(self) -> None:
         while True:
             try:
-                self._inbox.put(self._pipe.recv())
+                self._deliver(self._pipe.recv())
             except (EOFError, OSError):
                 os._exit(0)
 
@@ -346,6 +352,8 @@ class Sink(_Peer):
                     for member in item.members
                     if member.role == "prefill" and member.stamp.worker not in item.silent
                 ]
+            case FromPeer():
+                pass  # of a peer that is mad
             case FirstTokenReady():
                 held = self.held[item.key]
                 assert not held.told, "told twice"
@@ -395,7 +403,7 @@ class Sink(_Peer):
                 self.io.post(AbortSink(held.key, Failure(code=ErrorCode.CANCELLED, reason="the client is gone")))
 
     def _open(self, peer: WorkerId, key: HandoffKey, start: int, total: int, deadline_s: float) -> _Held | None:
-        held = self.hold(key, start, total, deadline_s)
+        held = self.hold(key, peer, start, total, deadline_s)
         if held is not None:
             self.io.post(
                 OpenSink(
@@ -445,7 +453,7 @@ class Source(_Peer):
                 held.pieces.clear()
                 late_s = self.late_s(held, now)
                 assert late_s == 0.0, f"heard of the end {late_s} s late"
-            case MembershipView():
+            case MembershipView() | FromPeer():
                 pass
             case _:
                 raise AssertionError(f"nobody expects {item}")
@@ -462,7 +470,7 @@ class Source(_Peer):
                     held.next_piece_s = now + self.random.uniform(0, self.spec.piece_delay_s)
 
     def _prefill(self, offer: OfferReceived, now: float) -> None:
-        held = self.hold(offer.key, offer.start, len(offer.tokens), offer.deadline_s)
+        held = self.hold(offer.key, offer.peer.worker, offer.start, len(offer.tokens), offer.deadline_s)
         if held is None:
             reason = Failure(code=ErrorCode.OUT_OF_PAGES, reason="more hand-offs than pages")
             self.io.post(AbortSource(offer.key, reason))

@@ -50,9 +50,11 @@ class Hub(StandInController):
 
     def __init__(self, keys: ClusterKeys | None, proxy: ProxyProcess | None) -> None:
         self._proxy = proxy
+        self.known: dict[WorkerId, Member] = {}
         super().__init__(keys)
 
     def _on_hello(self, member: Member) -> None:
+        self.known[member.stamp.worker] = member
         super()._on_hello(member if self._proxy is None else self._behind(self._proxy, member))
 
     def _behind(self, proxy: ProxyProcess, member: Member) -> Member:
@@ -148,19 +150,24 @@ class Tally:
     given_back: Counter[str] = field(default_factory=Counter)  # sources, by code
     nbytes: int = 0
     wrong_bytes: int = 0
+    between_honest: int = 0
+    mad: set[str] = field(default_factory=set)
     late: list[End] = field(default_factory=list)
     untyped: list[End] = field(default_factory=list)
     odd: Counter[str] = field(default_factory=Counter)  # failures of lanes and peers, by reason
 
-    def add(self, end: End) -> None:
-        self.wrong_bytes += end.wrong_bytes
-        if end.late_s:
+    def add(self, worker: str, end: End) -> None:
+        """`worker` says so. What mad members and their partners have to complain of counts for nothing."""
+        honest = not {worker, end.peer} & self.mad
+        self.wrong_bytes += end.wrong_bytes if honest else 0
+        if end.late_s and honest:
             self.late.append(end)
         if end.side == "source":
             self.given_back[end.code or "released"] += 1
             return
         if not end.code:
             self.committed[end.lane] += 1
+            self.between_honest += honest
             self.nbytes += end.nbytes
             return
         self.failed[end.code] += 1
@@ -193,6 +200,8 @@ class ChaosCluster:
     ) -> PeerProcess:
         """A new process for the seat; the one before is proven dead."""
         self._started += 1
+        if faults.mad:
+            self.tally.mad.add(worker)
         role = "prefill" if worker.startswith("prefill") else "decode"
         stamp = Stamp(WorkerId(worker), self._started, Epoch(self.seed * 1000 + self._started))
         spec = PeerSpec(
@@ -210,13 +219,13 @@ class ChaosCluster:
         return self.start(worker, old.config, old.faults, None, old.piece_delay_s, old.give_up)
 
     def listen(self) -> None:
-        """Takes in what the processes report. One that ended by itself has a bug."""
+        """Takes in what the processes report. One that ended by itself has a bug, also one that drove others mad."""
         for worker, peer in self.peers.items():
             rest = []
             for item in peer.hear():
                 if isinstance(item, list):
                     for end in item:
-                        self.tally.add(end)
+                        self.tally.add(worker, end)
                 else:
                     rest.append(item)
             peer.put_back(rest)
@@ -246,7 +255,7 @@ class ChaosCluster:
         """Of all processes, as soon as they hold nothing any more; else as they are when the time is over."""
         deadline_s = time.monotonic() + wait_s
         while True:
-            accounts = {worker: self._account(peer) for worker, peer in self.peers.items()}
+            accounts = {worker: self.account(worker) for worker in self.peers}
             if all(account.clean for account in accounts.values()) or time.monotonic() > deadline_s:
                 return accounts
             time.sleep(0.05)
@@ -267,7 +276,8 @@ class ChaosCluster:
         if self.proxy is not None:
             self.proxy.close()
 
-    def _account(self, peer: PeerProcess) -> Account:
+    def account(self, worker: str) -> Account:
+        peer = self.peers[worker]
         peer.send(CheckUp())
         found: list[Account] = []
 
@@ -277,5 +287,5 @@ class ChaosCluster:
             peer.put_back([item for item in heard if not isinstance(item, Account)])
             return bool(found)
 
-        self.wait(answered, f"account of {peer.spec.stamp.worker}")
+        self.wait(answered, f"account of {worker}")
         return found[0]

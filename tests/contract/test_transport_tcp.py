@@ -385,15 +385,17 @@ def test_a_spoiled_region_is_no_success(sink: Side) -> None:
     raw.close()
 
 
-def test_a_region_of_another_size_touches_no_page_and_the_next_is_whole(sink: Side, source: Side) -> None:
-    connect(sink, source)
+def test_a_region_of_another_size_touches_no_page_and_ends_the_link(sink: Side, source: Side) -> None:
+    """One damaged bit in a length, and nobody knows where the next region begins: the connection must not go on."""
     for op, units in ((1, SMALL[:2]), (3, LARGE)):
+        connect(sink, source)
         source.lane.send(op, SINK, op, rows(units))
         sink.lane.receive(op + 1, SOURCE, op, rows(SMALL))
-        assert until(lambda: isinstance(sink.events[-1], Ended), sink, source)
+        assert until(lambda: isinstance(sink.events[-1], LinkDown), sink, source)
+        assert any(isinstance(event, Ended) and event.op == op + 1 for event in sink.events)
         assert not sink.pool.any()
-        move(sink, source, op + 10)
-        sink.pool[:] = 0
+    connect(sink, source)
+    move(sink, source, 10)
 
 
 def test_what_nobody_asked_for_touches_no_page_and_the_next_region_is_whole(sink: Side) -> None:

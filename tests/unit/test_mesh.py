@@ -195,3 +195,14 @@ def test_secrets_are_not_printed() -> None:
     assert KEYS.server_secret not in shown
     assert KEYS.client_secret not in shown
     assert KEYS.data_secret not in shown
+
+
+@pytest.mark.parametrize("address", ["", "garbage", "tcp://\0:1", "ipc:///tmp/x", "inproc://zeromq.zap.01"])
+def test_an_address_that_makes_no_sense_ends_nobody(address: str) -> None:
+    mesh = Mesh(Stamp(WorkerId("a"), 1, Epoch(1)), "127.0.0.1", ClusterKeys.generate())
+    try:
+        mesh.connect(WorkerId("b"), address)
+        assert not mesh.send(WorkerId("b"), Epoch(1), Heartbeat())
+        assert (mesh.counters.bad_address, mesh.counters.dropped_unknown) == (1, 1)
+    finally:
+        mesh.close()

@@ -72,7 +72,7 @@ class LocalTransport:
             self._peers[peer] = self._map(address.address)
         except NotShared as error:
             self._events.append(LinkDown(peer, str(error)))
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, OverflowError):
             self._events.append(LinkDown(peer, "its address makes no sense"))
         else:
             self._events.append(LinkUp(peer))

@@ -398,10 +398,8 @@ class TcpTransport:
             wanted = stream.wanted.get(frame.tag)
             if wanted is None:
                 self.stray += 1
-            elif wanted.rows.nbytes != frame.number:
-                reason = f"{frame.number} bytes came for a region of {wanted.rows.nbytes}"
-                self._end_wanted(wanted, Ended(wanted.op, reason, peer_lost=False))
-                wanted = None
+            elif wanted.rows.nbytes != frame.number:  # nobody knows where it ends
+                raise Gone(f"{frame.number} bytes came for a region of {wanted.rows.nbytes}")
             into = Vectors(self._memory[wanted.rows.component].pieces(wanted.rows)) if wanted is not None else None
             stream.coming = _Coming(frame.tag, frame.number, wanted, into)
         elif frame.kind == END and coming is not None and coming.tag == frame.tag:

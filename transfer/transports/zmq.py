@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
-from baton.transfer.mesh import Mesh, bind_to, secure_client, secure_server, set_socket_options
+from baton.transfer.mesh import Mesh, bind_to, connect_to, secure_client, secure_server, set_socket_options
 from baton.transfer.transports.base import TAG_TAKEN, Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent
 
 _HELLO, _ASK, _DROP, _WELCOME, _DATA = b"H", b"A", b"X", b"W", b"D"
@@ -93,16 +93,14 @@ class ZmqTransport:
 
     def open(self, peer: Stamp, address: LaneAddress) -> None:
         self.close_link(peer)
-        tcp = address.address.get("tcp")
-        if not isinstance(tcp, str) or not tcp.startswith("tcp://"):
-            self._events.append(LinkDown(peer, "its address makes no sense"))
-            return
         socket = self._mesh.context.socket(zmq.DEALER)
         set_socket_options(socket, _HIGH_WATER_MESSAGES, self._max_bytes)
-        socket.ipv6 = "[" in tcp
         secure_client(socket, self._mesh.keys)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        socket.connect(tcp)
+        if not connect_to(socket, str(address.address.get("tcp"))):
+            _close(socket, monitor)
+            self._events.append(LinkDown(peer, "its address makes no sense"))
+            return
         socket.send_multipart([_HELLO, msgspec.msgpack.encode((self._stamp, peer.epoch))])
         self._links[peer] = _Link(peer, socket, monitor)
         self._mesh.register(socket)
@@ -280,9 +278,13 @@ class ZmqTransport:
             self._events.append(Ended(opened.op, reason, peer_lost))
         self._mesh.unregister(link.socket)
         self._mesh.unregister(link.monitor)
-        link.socket.disable_monitor()
-        link.monitor.close(linger=0)
-        link.socket.close(linger=0)
+        _close(link.socket, link.monitor)
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
 
 
 def _pack_tag(tag: int) -> bytes:
