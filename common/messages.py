@@ -325,7 +325,7 @@ class Done(_Message, frozen=True, kw_only=True):
     key: HandoffKey
     regions: Count
     total_tokens: Count
-    first_token: int = -1  # -1: none was asked for
+    first_token: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1  # -1: none was asked for
     logprob: TokenLogprob | None = None
     prefill_s: float = 0.0
     cached_tokens: Count = 0

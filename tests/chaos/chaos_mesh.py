@@ -18,7 +18,7 @@ import zmq
 from chaos_fuzz import damaged, encoded, odd_parts, varied
 
 from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Body, Frame, encode_frame
+from baton.common.messages import Body, Frame, Nack, encode_frame
 from baton.transfer.mesh import ClusterKeys, Mesh
 
 
@@ -59,6 +59,7 @@ class ChaosMesh(Mesh):
 
     def send(self, worker: WorkerId, dst_epoch: Epoch, body: Body) -> bool:
         self._saw("send", body)
+        self.counts["nacks"] += isinstance(body, Nack)
         faults, dice = self.faults, self._random.random()
         if dice < faults.drop:
             self.counts["dropped"] += 1

@@ -188,6 +188,7 @@ class _Held:
     aborted: bool = False
     pieces: deque[ShipRegion | FinishSource] = field(default_factory=deque)  # a source's
     next_piece_s: float = 0.0
+    early_token: int = -1
     told: bool = False  # SourceStopping has come, or FirstTokenReady
 
 
@@ -357,11 +358,11 @@ class Sink(_Peer):
             case FirstTokenReady():
                 held = self.held[item.key]
                 assert not held.told, "told twice"
-                assert item.first_token == FIRST_TOKEN, item
-                held.told = True
+                held.told, held.early_token = True, item.first_token
             case SinkCommitted():
                 held = self.held[item.key]
                 wrong = sum(self.pages.wrong(held.key, one, held.lent) for one in self.segments(held))
+                wrong += not {item.result.first_token, held.early_token} <= {FIRST_TOKEN, -1}
                 self.ended(held, None, item.lane, item.nbytes, wrong, self.late_s(held, now))
             case SinkFailed():
                 held = self.held[item.key]

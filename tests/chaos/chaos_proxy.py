@@ -39,6 +39,7 @@ class ByteFaults:
     truncate: float = 0.0
     flip: float = 0.0
     double: float = 0.0
+    flip_from_bytes: int = 1  # only in portions so large
     delay_s: float = 0.02  # at most
     stall_s: float = 1.0  # at most
 
@@ -158,7 +159,7 @@ class _Proxy:
             writer.write_eof()
             await asyncio.sleep(_LAST_WORDS_S)  # read there before the connection breaks
             raise EOFError
-        if dice.random() < faults.flip:
+        if len(data) >= faults.flip_from_bytes and dice.random() < faults.flip:
             self._counts["flipped"] += 1
             at = dice.randrange(len(data))
             data = data[:at] + bytes([data[at] ^ (1 << dice.randrange(8))]) + data[at + 1 :]

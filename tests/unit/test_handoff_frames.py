@@ -10,6 +10,7 @@ from baton.common.kv.layout import Component
 from baton.common.messages import (
     MAX_REGION_UNITS,
     Chunk,
+    Done,
     Frame,
     MalformedFrame,
     Offer,
@@ -36,11 +37,11 @@ OFFER = Offer(
 )
 
 
-def encoded(body: Chunk | Offer) -> bytes:
+def encoded(body: Chunk | Done | Offer) -> bytes:
     return encode_frame(Frame(Stamp(WorkerId("p"), 1, Epoch(2)), Epoch(3), body))
 
 
-def with_fields(body: Chunk | Offer, **changes: object) -> bytes:
+def with_fields(body: Chunk | Done | Offer, **changes: object) -> bytes:
     """The frame of `body` with fields that the types here would not allow."""
     src, epoch, fields = msgspec.msgpack.decode(encoded(body))
     return msgspec.msgpack.encode([src, epoch, fields | changes])
@@ -80,3 +81,11 @@ def test_an_offer_of_impossible_regions_is_no_frame(region_units: object) -> Non
     assert decode_frame(encoded(OFFER)).body == OFFER
     with pytest.raises(MalformedFrame):
         decode_frame(with_fields(OFFER, region_units=region_units))
+
+
+@pytest.mark.parametrize("first_token", [-2, 1 << 31])
+def test_a_first_token_that_is_no_token_id_is_no_frame(first_token: int) -> None:
+    done = Done(key=KEY, regions=1, total_tokens=3, first_token=5)
+    assert decode_frame(encoded(done)).body == done
+    with pytest.raises(MalformedFrame):
+        decode_frame(with_fields(done, first_token=first_token))
