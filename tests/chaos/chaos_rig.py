@@ -34,6 +34,7 @@ def chaos_config(*lanes: str, dead_after_s: float = 1.0) -> ClusterConfig:
             lanes=lanes,
             staging_ring_bytes=32 * 16384,
             region_bytes=16384,
+            direct_region_bytes=16384,
             credit_regions=3,
             resend_after_s=0.1,
             digest="full",

@@ -246,6 +246,9 @@ def a_lost_hand_off(pair: Pair) -> None:
         pair.rig.run(pair.rig.prefill.step() or [])
     (key,) = pair.rig.handoffs
     pair.rig.fail(key)
+    (again,) = pair.rig.handoffs  # the same worker is asked once more
+    assert again != key
+    pair.rig.fail(again)
     pair.settle()
     timeline = pair.check("lost")
     landed = 2 * CHUNK if pair.decode.pool.lands_in_part else 0

@@ -38,7 +38,12 @@ def io_config(*lanes: str, dead_after_s: float = 3.0) -> ClusterConfig:
     return ClusterConfig(
         kv=KvConfig(page_size=PAGE_SIZE),
         transfer=TransferConfig(
-            lanes=lanes, staging_ring_bytes=16 * 16384, region_bytes=16384, credit_regions=2, resend_after_s=0.2
+            lanes=lanes,
+            staging_ring_bytes=16 * 16384,
+            region_bytes=16384,
+            direct_region_bytes=16384,
+            credit_regions=2,
+            resend_after_s=0.2,
         ),
         liveness=LivenessConfig(
             heartbeat_interval_s=0.1, republish_interval_s=dead_after_s / 2, dead_after_s=dead_after_s

@@ -26,7 +26,12 @@ ALL = np.arange(1, 61, dtype=np.int32)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
     keys, hub, lane = ClusterKeys.generate(), InprocHub(), request.param
     config = TransferConfig(
-        lanes=(lane,), staging_ring_bytes=8 * TURN_BYTES, region_bytes=TURN_BYTES, credit_regions=2, digest="full"
+        lanes=(lane,),
+        staging_ring_bytes=8 * TURN_BYTES,
+        region_bytes=TURN_BYTES,
+        direct_region_bytes=TURN_BYTES,
+        credit_regions=2,
+        digest="full",
     )
     sink = End(EndSpec("sink", 7, lane, keys, config, LARGE_PAGES), hub)
     source = End(EndSpec("source", 8, lane, keys, config, LARGE_PAGES, fill=1), hub)
