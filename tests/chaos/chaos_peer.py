@@ -48,6 +48,7 @@ from baton.transfer.api import (
 )
 from baton.transfer.io import IoThread
 from baton.transfer.lanes import Lanes, build_lanes
+from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.plan import Segment
 from baton.transfer.process import die_with_parent
@@ -108,7 +109,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class OpenOne:
-    """This one, as soon as the source is known; aborted `abort_after_s` later."""
+    """This one, as soon as a lane to the source is up; aborted `abort_after_s` later."""
 
     peer: WorkerId
     tokens: int
@@ -377,7 +378,7 @@ class Sink(_Peer):
                 raise AssertionError(f"nobody expects {item}")
 
     def on_turn(self, now: float) -> None:
-        for order in [order for order in self._orders if order.peer in self._sources]:
+        for order in [order for order in self._orders if self._reaches(order.peer)]:
             self._orders.remove(order)
             held = self._open(order.peer, self._new_key(), 0, order.tokens, now + order.ttl_s)
             assert held is not None, "no pages for it"
@@ -402,6 +403,11 @@ class Sink(_Peer):
             if held.abort_at_s <= now and not held.aborted:
                 held.aborted = True
                 self.io.post(AbortSink(held.key, Failure(code=ErrorCode.CANCELLED, reason="the client is gone")))
+
+    def _reaches(self, peer: WorkerId) -> bool:
+        data = self.io.snapshot().data
+        assert data is not None
+        return peer in self._sources and any(view.status is LaneStatus.UP for view in data.lanes.get(peer, ()))
 
     def _open(self, peer: WorkerId, key: HandoffKey, start: int, total: int, deadline_s: float) -> _Held | None:
         held = self.hold(key, peer, start, total, deadline_s)

@@ -110,8 +110,7 @@ def check(case: Case, seed: int) -> None:
             config = chaos_config(lane, dead_after_s=blow.dead_after_s)
             cluster.start(worker, config, trap=trap, hold_first=step.cancelled and worker == SOURCE)
         cluster.wait_up()
-        began_s = time.monotonic()
-        abort_after_s = 0.15 if step.cancelled else float("inf")
+        abort_after_s = 0.3 if step.cancelled else float("inf")
         cluster.peers[SINK].send(OpenOne(WorkerId(SOURCE), TOKENS, blow.ttl_s, abort_after_s))
         victim = cluster.peers[step.victim]
         if blow.number == signal.SIGKILL:
@@ -121,9 +120,9 @@ def check(case: Case, seed: int) -> None:
             cluster.wait_up()
         else:
             cluster.wait(lambda: victim.is_stopped, "stopped")
+            over_s = time.monotonic() + min(blow.ttl_s, blow.dead_after_s) + 0.4
             if step.victim == SOURCE:
                 cluster.wait(lambda: cluster.ends() > 0, "the sink's outcome", blow.ttl_s + MARGIN_S)
-            over_s = began_s + min(blow.ttl_s, blow.dead_after_s) + 0.4
             cluster.wait(lambda: time.monotonic() > over_s, "it is over")
             victim.signal(signal.SIGCONT)
         check_all_is_back(cluster)
