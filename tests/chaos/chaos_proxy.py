@@ -68,6 +68,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """What comes out of the door stops after so many more bytes, until `Release`."""
+
+    door: str
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What was held goes on its way."""
+
+    door: str
+
+
+@dataclass(frozen=True, slots=True)
 class Count:
     """Answered with what has been done so far."""
 
@@ -78,6 +93,8 @@ class _Door:
     upstream: int
     port: int = 0
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
+    hold_after_bytes: int | None = None
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _Proxy:
@@ -108,6 +125,12 @@ class _Proxy:
                     if name.startswith(beginning):
                         self._counts["cut"] += len(door.connections) // 2
                         self._cut(door)
+            case Hold(name, after_bytes):
+                self._doors[name].hold_after_bytes = after_bytes
+                self._doors[name].released.clear()
+            case Release(name):
+                self._doors[name].hold_after_bytes = None
+                self._doors[name].released.set()
             case Count():
                 return dict(self._counts)
         return None
@@ -127,7 +150,7 @@ class _Proxy:
             return
         door.connections |= {writer, back}
         try:
-            await asyncio.gather(self._carry(door, reader, back), self._carry(door, there, writer))
+            await asyncio.gather(self._carry(door, reader, back, False), self._carry(door, there, writer, True))
         except (OSError, EOFError):
             pass
         finally:
@@ -135,11 +158,27 @@ class _Proxy:
             for end in (writer, back):
                 _reset(end)
 
-    async def _carry(self, door: _Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, door: _Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, comes_out: bool
+    ) -> None:
         """One direction, to its end."""
         while data := await reader.read(PORTION_BYTES):
+            if comes_out and door.hold_after_bytes is not None:
+                data = await self._hold(door, door.hold_after_bytes, data, writer)
             await self._carry_portion(self._faults_of(door), data, writer)
         raise EOFError
+
+    async def _hold(self, door: _Door, after_bytes: int, data: bytes, writer: asyncio.StreamWriter) -> bytes:
+        """Returns what may go on now."""
+        if len(data) <= after_bytes:
+            door.hold_after_bytes = after_bytes - len(data)
+            return data
+        writer.write(data[:after_bytes])
+        await writer.drain()
+        door.hold_after_bytes = 0
+        self._counts["held"] += 1
+        await door.released.wait()
+        return data[after_bytes:]
 
     async def _carry_portion(self, faults: ByteFaults, data: bytes, writer: asyncio.StreamWriter) -> None:
         dice = self._random
@@ -230,6 +269,12 @@ class ProxyProcess:
 
     def cut(self, beginning: str) -> None:
         self._ask(Cut(beginning))
+
+    def hold(self, door: str, after_bytes: int) -> None:
+        self._ask(Hold(door, after_bytes))
+
+    def release(self, door: str) -> None:
+        self._ask(Release(door))
 
     def counts(self) -> dict[str, int]:
         counts = self._ask(Count())

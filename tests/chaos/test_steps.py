@@ -18,12 +18,14 @@ import pytest
 from chaos_peer import MARGIN_S, PAGE_SIZE, OpenOne, Trap
 from chaos_rig import ChaosCluster, PeerProcess, chaos_config
 
+from baton.common.errors import ErrorCode
 from baton.common.ids import WorkerId
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.transports.ucx import why_unavailable
 
 SOURCE, SINK = "prefill-0", "decode-0"
 TOKENS = 40 * PAGE_SIZE - 1
+HALF_BYTES = 50_000
 AT_ONCE = 5
 LANES = ("local", "tcp", "zmq") if why_unavailable() else ("local", "ucx", "tcp", "zmq")
 
@@ -159,14 +161,14 @@ def check_all_is_back(cluster: ChaosCluster) -> None:
     assert not tally.untyped, tally
 
 
-def check_next(cluster: ChaosCluster) -> None:
+def check_next(cluster: ChaosCluster, tokens: int = TOKENS) -> None:
     """A lane may take its time to come up again; a hand-off that asks too early is told so."""
     deadline_s = time.monotonic() + 15.0
     before = cluster.tally.committed.total()
     while cluster.tally.committed.total() == before:
         assert time.monotonic() < deadline_s, f"no hand-off works any more: {cluster.tally}"
         ended = cluster.ends()
-        cluster.peers[SINK].send(OpenOne(WorkerId(SOURCE), TOKENS, 10.0))
+        cluster.peers[SINK].send(OpenOne(WorkerId(SOURCE), tokens, 10.0))
         cluster.wait(lambda ended=ended: cluster.ends() > ended, "the next hand-off")
 
 
@@ -185,6 +187,27 @@ def check_cases(cases: list[Case]) -> None:
 
 def test_a_peer_is_stopped_or_killed_in_the_middle() -> None:
     check_cases(A_FEW_CASES)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "zmq"])
+def test_the_second_half_of_a_region_comes_when_its_pages_are_somebody_elses(lane: str) -> None:
+    cluster = ChaosCluster(ClusterKeys.generate(), seed=4)
+    door, proxy = f"{SOURCE}/{lane}", cluster.proxy
+    assert proxy is not None
+    try:
+        for worker in (SOURCE, SINK):
+            cluster.start(worker, chaos_config(lane, dead_after_s=10.0))
+        cluster.wait_up()
+        check_next(cluster)
+        proxy.hold(door, HALF_BYTES)
+        cluster.peers[SINK].send(OpenOne(WorkerId(SOURCE), TOKENS, 0.8))
+        cluster.wait(lambda: bool(proxy.counts().get("held")), "held in the middle of a region")
+        cluster.wait(lambda: cluster.tally.failed[ErrorCode.DEADLINE_EXCEEDED] == 1, "its deadline")
+        proxy.release(door)
+        check_next(cluster, tokens=1)  # comes behind the late bytes, and leaves most of their pages free
+        check_all_is_back(cluster)
+    finally:
+        cluster.close()
 
 
 @pytest.mark.slow
