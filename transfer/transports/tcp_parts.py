@@ -10,7 +10,6 @@ frames of FRAME_BYTES: ASK and DROP from the receiver; from the source DATA, as 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import secrets
@@ -26,6 +25,7 @@ import numpy as np
 from baton.common.config import MAX_TCP_STREAMS
 from baton.common.ids import Stamp
 from baton.transfer.transports.base import Bytes, Rows
+from baton.transfer.transports.seal import Seal
 
 PROOF_BYTES = 512
 ASK, DROP, DATA, END = range(1, 5)
@@ -33,7 +33,6 @@ WHOLE, SPOILED = 0, 1
 BYTES_PER_CALL = 1 << 20
 """Most bytes, about, in one call of the kernel: it bounds the call's time, and each page of the list costs some."""
 
-_MAC_BYTES = 32
 _VECTORS_PER_CALL = 1024
 """IOV_MAX."""
 _FRAME = struct.Struct("<BxxxIQ")
@@ -79,50 +78,36 @@ class Prover:
 
     def __init__(self, stamp: Stamp, secret: str) -> None:
         self._stamp = stamp
-        self._key = bytes.fromhex(secret)
+        self._seal = Seal(secret, "tcp", PROOF_BYTES)
 
     def hello(self, peer: Stamp, stream: int) -> bytes:
         body = msgspec.msgpack.encode(Hello(self._stamp, peer, stream, secrets.token_bytes(16)))
-        return self._seal(b"hello", b"", body)
+        return self._seal.close("hello", body)
 
     def read_hello(self, hello: bytes) -> Hello:
         """Raises Gone: the sender has no secret, means somebody else, or asks for too much."""
         with contextlib.suppress(msgspec.DecodeError):
-            heard = msgspec.msgpack.decode(self._open(b"hello", b"", hello), type=Hello)
+            heard = msgspec.msgpack.decode(self._seal.open("hello", hello), type=Hello)
             if heard.meant_for == self._stamp and 0 <= heard.stream < MAX_TCP_STREAMS:
                 return heard
         raise Gone("a stranger called")
 
     def welcome(self, hello: bytes) -> bytes:
         body = msgspec.msgpack.encode(Welcome(self._stamp, secrets.token_bytes(16)))
-        return self._seal(b"welcome", hello, body)
+        return self._seal.close("welcome", body, hello)
 
     def proof(self, peer: Stamp, hello: bytes, welcome: bytes) -> bytes:
         """The receiver's answer to what `peer` seems to have said. Raises Gone: it was not `peer`."""
         with contextlib.suppress(msgspec.DecodeError):
-            heard = msgspec.msgpack.decode(self._open(b"welcome", hello, welcome), type=Welcome)
+            heard = msgspec.msgpack.decode(self._seal.open("welcome", welcome, hello), type=Welcome)
             if heard.stamp == peer:
-                return self._seal(b"proof", hello + welcome, b"")
+                return self._seal.close("proof", b"", hello + welcome)
         raise Gone("the peer could not prove who it is")
 
     def check_proof(self, hello: bytes, welcome: bytes, proof: bytes) -> None:
         """Raises Gone: the hello was a copy of another one."""
-        if not hmac.compare_digest(proof, self._seal(b"proof", hello + welcome, b"")):
+        if not hmac.compare_digest(proof, self._seal.close("proof", b"", hello + welcome)):
             raise Gone("a stranger called")
-
-    def _seal(self, kind: bytes, before: bytes, body: bytes) -> bytes:
-        message = self._mac(kind, before, body) + struct.pack("<H", len(body)) + body
-        assert len(message) <= PROOF_BYTES, f"{self._stamp.worker!r} is too long a name"
-        return message.ljust(PROOF_BYTES, b"\0")
-
-    def _open(self, kind: bytes, before: bytes, message: bytes) -> bytes:
-        """The body, or b"": no message that decodes."""
-        (length,) = struct.unpack_from("<H", message, _MAC_BYTES)
-        body = message[_MAC_BYTES + 2 :][:length]
-        return body if hmac.compare_digest(message[:_MAC_BYTES], self._mac(kind, before, body)) else b""
-
-    def _mac(self, kind: bytes, before: bytes, body: bytes) -> bytes:
-        return hmac.digest(self._key, b"tcp " + kind + struct.pack("<I", len(before)) + before + body, hashlib.sha256)
 
 
 class Vectors:

@@ -48,7 +48,7 @@ from baton.transfer.transports.base import (
     TransportEvent,
     Watcher,
 )
-from baton.transfer.transports.ucx_parts import DOOR_BYTES, Endpoint, Hello, Seal, Ucxx, Welcome
+from baton.transfer.transports.ucx_parts import DOOR_BYTES, Door, Endpoint, Hello, Ucxx, Welcome
 
 _TAGS_PER_ASK = 8
 _DROP_BIT = 1 << 63
@@ -108,7 +108,7 @@ class _Core:
     ) -> None:
         self._ucxx = ucxx
         self._stamp = stamp
-        self._seal = Seal(secret)
+        self._door = Door(secret)
         self._report = report
         self._crash = crash
         self._context = ucxx.new_context()
@@ -211,12 +211,12 @@ class _Core:
                 endpoint.abort(period=_ABORT_NS)
                 return
             link.endpoint = endpoint
-            hello = self._seal.close(Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
+            hello = self._door.close(Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
             await asyncio.gather(self._post(endpoint, reply, reply_tag), self._push(endpoint, hello, door))
         except self._ucxx.error as error:
             self._break(link, f"cannot connect: {error}")
             return
-        welcome = self._seal.open_welcome(reply)
+        welcome = self._door.open(reply, Welcome)
         if welcome is None or welcome.stamp != link.peer or welcome.nonce != nonce:
             self._break(link, "the peer could not prove who it is")
         elif self._links.get(link.peer) is link:
@@ -296,7 +296,7 @@ class _Core:
                 continue
             if self._closing.is_set():
                 return
-            hello = self._seal.open_hello(sealed)
+            hello = self._door.open(sealed, Hello)
             if hello is not None and hello.meant_for == self._stamp.epoch:
                 self._start(self._welcome(hello))
             else:
@@ -319,7 +319,7 @@ class _Core:
             caller = _Caller(hello.stamp, endpoint, _new_tag())
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))
-            welcome = self._seal.close(Welcome(self._stamp, hello.nonce, caller.ask_tag))
+            welcome = self._door.close(Welcome(self._stamp, hello.nonce, caller.ask_tag))
             await self._push(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
             _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))

@@ -1,17 +1,14 @@
 """What the `ucx` lane needs of others: the names of `ucxx`, typed, and messages that only members can make.
 
-Owns: the late import of `ucxx` (its environment must be set first, and it need not be installed), and the seal on the
-first messages between two peers. Never: a connection.
+Owns: the late import of `ucxx` (its environment must be set first, and it need not be installed), and the first
+messages between two peers. Never: a connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import struct
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -19,6 +16,7 @@ import numpy.typing as npt
 
 from baton.common.ids import Stamp
 from baton.transfer.transports.base import Bytes
+from baton.transfer.transports.seal import Seal
 
 DOOR_BYTES = 8192
 """Size of every sealed message: a receive must be posted before its size can be known."""
@@ -91,35 +89,21 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ask_tag: int
 
 
-class Seal:
-    """Fixed-size messages that only holders of the secret can make."""
+MessageT = TypeVar("MessageT", Hello, Welcome)
+
+
+class Door:
+    """The first messages of two peers, sealed, as UCX wants memory."""
 
     def __init__(self, secret: str) -> None:
-        self._key = bytes.fromhex(secret)
+        self._seal = Seal(secret, "ucx", DOOR_BYTES)
 
     def close(self, message: Hello | Welcome) -> Bytes:
-        body = msgspec.msgpack.encode(message)
-        sealed = struct.pack("<I", len(body)) + self._mac(type(message).__name__, body) + body
-        assert len(sealed) <= DOOR_BYTES, len(sealed)
-        return np.frombuffer(sealed.ljust(DOOR_BYTES, b"\0"), dtype=np.uint8).copy()
+        sealed = self._seal.close(type(message).__name__, msgspec.msgpack.encode(message))
+        return np.frombuffer(sealed, dtype=np.uint8).copy()
 
-    def open_hello(self, sealed: Bytes) -> Hello | None:
-        body = self._checked(sealed, Hello.__name__)
+    def open(self, sealed: Bytes, kind: type[MessageT]) -> MessageT | None:
+        """None: no member said that."""
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(body, type=Hello)
+            return msgspec.msgpack.decode(self._seal.open(kind.__name__, sealed.tobytes()), type=kind)
         return None
-
-    def open_welcome(self, sealed: Bytes) -> Welcome | None:
-        body = self._checked(sealed, Welcome.__name__)
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(body, type=Welcome)
-        return None
-
-    def _checked(self, sealed: Bytes, kind: str) -> bytes:
-        data = sealed.tobytes()
-        (length,) = struct.unpack_from("<I", data)
-        mac, body = data[4:36], data[36 : 36 + length]
-        return body if hmac.compare_digest(mac, self._mac(kind, body)) else b""
-
-    def _mac(self, kind: str, body: bytes) -> bytes:
-        return hmac.digest(self._key, kind.encode() + b"\0" + body, hashlib.sha256)
