@@ -91,7 +91,7 @@ class DataPlane:
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)
-        lane_caps = {lane: gbps for lane, gbps in asdict(config.lane_max_gbps).items() if gbps}
+        lane_caps = asdict(config.lane_max_gbps)
         parts = (handler, self._lanes, self._answer, lambda: next(numbers))
         self._incoming = Incoming(config, Caps(config.max_gbps, lane_caps), *parts)
         self._outgoing = Outgoing(config, Caps(config.max_gbps, lane_caps), *parts)
@@ -183,8 +183,8 @@ class DataPlane:
     def snapshot(self, now: float) -> DataPlaneSnapshot:
         return DataPlaneSnapshot(
             lanes=self._lanes.views(now),
-            receive_slots=self._incoming.slots,
-            send_slots=self._outgoing.slots,
+            receive_slots=self._incoming.ring.counts,
+            send_slots=self._outgoing.ring.counts,
             waiting_sinks=self._incoming.waiting,
             open_sinks=self._incoming.open,
             open_operations=self._incoming.operations + self._outgoing.operations,

@@ -357,11 +357,6 @@ class Incoming:
         waits += [WAITING_RECHECK_S] if self._waiting else []
         return min((wait for wait in waits if wait is not None), default=None)
 
-    @property
-    def slots(self) -> tuple[int, int, int]:
-        """Free, reserved, leased."""
-        return self.ring.free, self.ring.reserved, self.ring.leased
-
     def is_idle(self, peer: Stamp) -> bool:
         """Nothing of `peer` may land."""
         return not any(sink.peer == peer for sink in self._sinks.values())

@@ -30,11 +30,18 @@ from baton.transfer.transports.base import Bytes, Ended, OperationEnd, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
-    """A region on its way from its pages into a slot."""
+class _Region:
+    """What is to be sent, and the pages that it lies in."""
 
     effect: SendRegion
     source: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """A region on its way from its pages into a slot."""
+
+    region: _Region
     lease: SlotLease
     payload: Bytes
     copying: Copying
@@ -45,7 +52,7 @@ class _Gather:
 class _Send:
     """A region on its way out of a slot, or straight out of its pages."""
 
-    effect: SendRegion
+    region: _Region
     lease: SlotLease | None
     started_s: float
 
@@ -68,18 +75,17 @@ class Outgoing:
         self._next_op = next_op
         self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
         handler.copier.use_staging(self.ring.memory)
-        half = max(
-            1, self.ring.slots // 2
-        )  # a receiver that leaves what it was promised lying takes no more from others
-        self._to_send: RegionQueue[SendRegion] = RegionQueue(caps, half)  # through slots
-        self._to_offer: RegionQueue[SendRegion] = RegionQueue(caps, 1)  # straight out of the pages
+        # A receiver that leaves what it was promised lying takes no more than half from others.
+        self._to_send: RegionQueue[_Region] = RegionQueue(caps, max(1, self.ring.slots // 2))  # through slots
+        self._to_offer: RegionQueue[_Region] = RegionQueue(caps, 1)  # straight out of the pages
         self._places: dict[HandoffKey, tuple[str, Stamp]] = {}
         self._gathers: list[_Gather] = []
         self._ops: dict[int, _Send] = {}
 
     def send(self, effect: SendRegion) -> None:
         """Queues it; it starts in its turn (`step`)."""
-        nbytes = self._bytes_of(effect)
+        region = _Region(effect, self._handler.rows_of(effect.span))
+        nbytes = region.source.nbytes
         staged = effect.lane in self._lanes.staged
         if effect.lane not in self._lanes.transports:
             self._fail(effect, "this process does not have it")
@@ -88,7 +94,7 @@ class Outgoing:
         else:
             self._places[effect.key] = (effect.lane, effect.peer)
             queue, holds = (self._to_send, 1) if staged else (self._to_offer, 0)
-            queue.put(effect.lane, effect.peer, effect.key, effect.priority, effect, nbytes, holds)
+            queue.put(effect.lane, effect.peer, effect.key, effect.priority, region, nbytes, holds)
 
     def fence(self, key: HandoffKey) -> None:
         place = self._places.pop(key, None)
@@ -96,8 +102,8 @@ class Outgoing:
             queue = self._to_send if place[0] in self._lanes.staged else self._to_offer
             queue.forget(*place, key)
         for op, under_way in list(self._ops.items()):
-            if under_way.effect.key == key:
-                self._lanes.cancel(under_way.effect.lane, op)
+            if under_way.region.effect.key == key:
+                self._lanes.cancel(under_way.region.effect.lane, op)
         self._answer_fenced(key)
 
     def step(self, now: float) -> bool:
@@ -105,76 +111,71 @@ class Outgoing:
         False: none may start."""
         if self._gathers:
             self._end_gathers()
-        effect = self._to_send.take(now) if self.ring.free else None
-        effect = self._to_offer.take(now) if effect is None else effect
-        if effect is not None:
-            self._start(effect)
-        return effect is not None
+        region = self._to_send.take(now) if self.ring.free else None
+        region = self._to_offer.take(now) if region is None else region
+        if region is not None:
+            self._start(region)
+        return region is not None
 
     def on_operation(self, event: OperationEnd) -> None:
         """An operation has ended, so its memory is ours again. Whoever started it may be gone."""
         sent = self._ops.pop(event.op)
-        effect = sent.effect
+        effect, nbytes = sent.region.effect, sent.region.source.nbytes
         if isinstance(event, Ended):
             self._fail(effect, event.reason)
         else:
-            ended_s = time.perf_counter()
-            nbytes = self._bytes_of(effect)
-            self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, ended_s)
+            self._lanes.note_moved(effect.peer.worker, effect.lane, nbytes, sent.started_s, time.perf_counter())
         if sent.lease is not None:
             self._free_slot(effect, sent.lease)
 
-    def _start(self, effect: SendRegion) -> None:
+    def _start(self, region: _Region) -> None:
         started = time.perf_counter()
-        source = self._handler.rows_of(effect.span)
+        effect, source = region.effect, region.source
         if effect.lane in self._lanes.staged:
             lease = self.ring.lease_free(effect.key, effect.seq)
             assert lease is not None, "taken from the queue without a free slot"
             payload = lease.view[: source.nbytes]
             copying = self._handler.copier.gather(source, payload)
-            self._gathers.append(_Gather(effect, source, lease, payload, copying, started))
+            self._gathers.append(_Gather(region, lease, payload, copying, started))
             self._end_gathers()
             return
         digest = self._handler.digest(source, effect.seq)
         if effect.lane in self._lanes.direct:
-            op = self._start_op(effect, None)
+            op = self._start_op(region, None)
             self._lanes.direct[effect.lane].send(op, effect.peer, effect.tag, source)
-        self._answer_ready(effect, source, digest, started)
+        self._answer_ready(region, digest, started)
 
     def _end_gathers(self) -> None:
         """Sends what is in its slot now; of a hand-off that was fenced meanwhile, that ends the fence."""
         for gather in [gather for gather in self._gathers if gather.copying.done()]:
             self._gathers.remove(gather)
-            effect = gather.effect
+            region, effect = gather.region, gather.region.effect
             if effect.key in self._places:
-                digest = self._handler.digest_staged(gather.source, gather.payload, effect.seq)
-                op = self._start_op(effect, gather.lease)
+                digest = self._handler.digest_staged(region.source, gather.payload, effect.seq)
+                op = self._start_op(region, gather.lease)
                 self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, gather.payload)
-                self._answer_ready(effect, gather.source, digest, gather.started_s)
+                self._answer_ready(region, digest, gather.started_s)
             else:
                 self._free_slot(effect, gather.lease)
                 self._answer_fenced(effect.key)
 
-    def _answer_ready(self, effect: SendRegion, source: Rows, digest: int, started_s: float) -> None:
-        took_s = time.perf_counter() - started_s
-        self._answer(RegionReady(effect.key, effect.seq, effect.tag, source.nbytes, digest, took_s))
+    def _answer_ready(self, region: _Region, digest: int, started_s: float) -> None:
+        effect, took_s = region.effect, time.perf_counter() - started_s
+        self._answer(RegionReady(effect.key, effect.seq, effect.tag, region.source.nbytes, digest, took_s))
 
     def _answer_fenced(self, key: HandoffKey) -> None:
         """Not before the last gather has let go of the pages."""
-        if not any(gather.effect.key == key for gather in self._gathers):
+        if not any(gather.region.effect.key == key for gather in self._gathers):
             self._answer(SourceFenced(key))
 
     def _free_slot(self, effect: SendRegion, lease: SlotLease) -> None:
         self.ring.give_back(lease)
         self._to_send.ended(effect.lane, effect.peer, 1)
 
-    def _start_op(self, effect: SendRegion, lease: SlotLease | None) -> int:
+    def _start_op(self, region: _Region, lease: SlotLease | None) -> int:
         op = self._next_op()
-        self._ops[op] = _Send(effect, lease, time.perf_counter())
+        self._ops[op] = _Send(region, lease, time.perf_counter())
         return op
-
-    def _bytes_of(self, effect: SendRegion) -> int:
-        return self._handler.rows_of(effect.span).nbytes
 
     def _fail(self, effect: SendRegion, reason: str) -> None:
         failure = Failure(code=ErrorCode.INTERNAL, reason=f"lane {effect.lane}: {reason}")
@@ -184,11 +185,6 @@ class Outgoing:
         """How soon it wants to go on; None: not before something happens."""
         waits = [self._to_offer.wait_s(now), self._to_send.wait_s(now) if self.ring.free else None]
         return min((wait for wait in waits if wait is not None), default=None)
-
-    @property
-    def slots(self) -> tuple[int, int, int]:
-        """Free, reserved, leased."""
-        return self.ring.free, self.ring.reserved, self.ring.leased
 
     @property
     def copying(self) -> bool:

@@ -78,16 +78,15 @@ class HostCopier:
         pass
 
     def gather(self, source: Rows, slot: Bytes) -> Copying:
-        copy_rows(slot.reshape(len(source.units), -1), None, self._stretch(source), source.units)
+        copy_rows(slot.reshape(len(source.units), -1), None, self._bytes_of(source), source.units)
         return DONE
 
     def scatter(self, target: Rows, data: Bytes) -> Copying:
-        copy_rows(self._stretch(target), target.units, data.reshape(len(target.units), -1), None)
+        copy_rows(self._bytes_of(target), target.units, data.reshape(len(target.units), -1), None)
         return DONE
 
     def close(self) -> None:
         pass
 
-    def _stretch(self, rows: Rows) -> Bytes:
-        """The bytes that count of every unit of the pool."""
-        return self.host_pools[rows.component][:, rows.begin : rows.end]
+    def _bytes_of(self, rows: Rows) -> Bytes:
+        return rows.of(self.host_pools[rows.component])

@@ -97,6 +97,11 @@ class StagingRing:
         """Reserved and not leased."""
         return sum(map(len, self._reserved.values()))
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Free, reserved, leased."""
+        return self.free, self.reserved, self.leased
+
     def check(self) -> None:
         """R1 and R2, by a full walk."""
         idle = [index for indices in self._reserved.values() for index in indices]
@@ -230,15 +235,11 @@ class StagingHandler:
 
     def digest(self, rows: Rows, seq: int) -> int:
         """Of what travels as region `seq`."""
-        return self._digest.of_pages(self._stretch(rows), rows.units, seq)
+        return self._digest.of_pages(rows.of(self.copier.host_pools[rows.component]), rows.units, seq)
 
     def digest_staged(self, rows: Rows, data: Bytes, seq: int) -> int:
         """The same, of their gathered bytes."""
         return self._digest.of_staged(data, rows.row_bytes, seq)
-
-    def _stretch(self, rows: Rows) -> Bytes:
-        """The bytes that count of every unit of a pool in host memory."""
-        return self.copier.host_pools[rows.component][:, rows.begin : rows.end]
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
         self._landed[key][chunk.seq] = chunk

@@ -45,6 +45,10 @@ class Rows:
     begin: int
     end: int
 
+    def of(self, pool: Bytes) -> Bytes:
+        """The bytes that count of every unit of `pool`, uint8 [units, bytes of one]; a view."""
+        return pool[:, self.begin : self.end]
+
     @property
     def row_bytes(self) -> int:
         return self.end - self.begin

@@ -91,9 +91,7 @@ class LocalTransport:
             assert 0 <= rows.begin < rows.end <= pool.shape[1], rows
         if len(source.units) != len(target.units) or source.row_bytes != target.row_bytes:
             return PullFailed(f"{source.nbytes} bytes for {target.nbytes} of ours", peer_lost=False)
-        copy_rows(
-            ours[:, target.begin : target.end], target.units, theirs.rows[:, source.begin : source.end], source.units
-        )
+        copy_rows(target.of(ours), target.units, source.of(theirs.rows), source.units)
         if not theirs.view.valid:  # asked after the copy: what was read while it was taken back does not count
             del self._peers[peer]
             failed = PullFailed("its process has taken its memory back", peer_lost=True)
