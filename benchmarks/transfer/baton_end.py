@@ -152,9 +152,7 @@ class BatonEnd:
 
     def _check(self, message: Message) -> Message:
         """After a `move` into cleared pages."""
-        first, count = message["first"], message["pages"] * message["concurrent"]
-        ours, theirs = (pages.stretch(self._ids[side], first, count) for side in ("target", "source"))
-        return {"wrong": pages.wrong_pages(self.pool, ours, theirs), "stray": pages.stray_pages(self.pool, ours)}
+        return pages.check(self.pool, self._ids, message["first"], message["pages"] * message["concurrent"])
 
     # -------------------------------------------------------------------------------------- late writes
 

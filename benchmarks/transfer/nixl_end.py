@@ -110,9 +110,7 @@ class NixlEnd:
         return {}
 
     def _check(self, message: Message) -> Message:
-        first, count = message["first"], message["pages"] * message["concurrent"]
-        ours, theirs = (pages.stretch(self._ids[side], first, count) for side in ("target", "source"))
-        return {"wrong": pages.wrong_pages(self._pool, ours, theirs), "stray": pages.stray_pages(self._pool, ours)}
+        return pages.check(self._pool, self._ids, message["first"], message["pages"] * message["concurrent"])
 
     # -------------------------------------------------------------------------------------- late writes
 

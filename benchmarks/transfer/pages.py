@@ -5,6 +5,8 @@ Owns: the choice of pages and their content. Imports nothing but numpy: the peer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,6 +65,13 @@ def stray_pages(pool: Bytes, ours: Ids) -> int:
         int(pool[others[first : first + _ROWS_AT_ONCE]].view(np.uint64).any(axis=1).sum())
         for first in range(0, len(others), _ROWS_AT_ONCE)
     )
+
+
+def check(pool: Bytes, ids: Mapping[str, Ids], first: int, count: int) -> dict[str, int]:
+    """After `count` pages from `first` on were moved into a cleared pool: how many are wrong, and how many others were
+    written."""
+    ours, theirs = (stretch(ids[side], first, count) for side in ("target", "source"))
+    return {"wrong": wrong_pages(pool, ours, theirs), "stray": stray_pages(pool, ours)}
 
 
 def reuse(pool: Bytes, ids: Ids) -> None:
