@@ -22,10 +22,11 @@ class DecodeActor(WorkerActor):
         memory: KvMemory,
         config: ClusterConfig,
         max_context_len: int,
+        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
-        return DecodeCore(stamp, pool, own, transfer, max_context_len, tiers, page_keys)
+        return DecodeCore(stamp, pool, own, transfer, max_context_len, vocab_size, tiers, page_keys)
 
     def has_tiers(self, config: ClusterConfig) -> bool:
         return config.kv.tiers.named

@@ -49,6 +49,7 @@ from baton.common.messages import (
 )
 from baton.common.units import page_ceil
 from baton.decode.admission import ActiveRequest
+from baton.decode.door import Door
 from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import NOT_HERE, Outbox
 from baton.decode.peers import Peers
@@ -96,8 +97,8 @@ _STOPPING = Stopping()
 
 
 class DecodeCore:
-    """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs. With `page_keys` there are tiers
-    below the pool, in which pages have these names."""
+    """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs, whose tokens are below `vocab_size`.
+    With `page_keys` there are tiers below the pool, in which pages have these names."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class DecodeCore:
         config: DecodeConfig,
         transfer: TransferConfig,
         max_context_len: int,
+        vocab_size: int,
         tiers: TiersConfig = _NO_TIERS,
         page_keys: PageKeys | None = None,
     ) -> None:
@@ -117,6 +119,7 @@ class DecodeCore:
         self._max_context_len = max_context_len
         self._outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
         self._sessions = Sessions(pool, config.max_sessions, config.session_ttl_s, self._keep_below)
+        self._door = Door(config, self._sessions, pool.longest, max_context_len, vocab_size)
         self._waiting = WaitingRequests(pool, config, self._sessions)
         self._handoffs = Handoffs(stamp.epoch)
         self._returns = Returns(pool)
@@ -231,19 +234,9 @@ class DecodeCore:
             self._waiting.add(request)
 
     def _refusal(self, message: Submit) -> Failure | None:
-        prompt = len(message.prompt) // 4
         if self._draining:
             return Failure(code=ErrorCode.DRAINING, reason="this worker is shutting down")
-        if prompt == 0:
-            return Failure(code=ErrorCode.INVALID_REQUEST, reason="the prompt is empty")
-        if prompt >= self._max_context_len or prompt > self.pool.longest:
-            return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{prompt} tokens never fit this worker")
-        lost = message.session_turn > 0 and self._sessions.find(SessionId(message.session_id)) is None
-        if lost and self._config.lost_session == "fail":
-            return Failure(code=ErrorCode.SESSION_LOST, reason="this conversation's KV is not kept here any more")
-        if len(self._waiting) >= self._config.max_queued_requests:
-            return Failure(code=ErrorCode.OVERLOADED, reason=f"{len(self._waiting)} requests are waiting here")
-        return None
+        return self._door.refusal(message, len(self._waiting))
 
     def _on_cancel(self, sender: Stamp, message: CancelRequest, now: float) -> None:
         key = (message.request_id, message.placement)

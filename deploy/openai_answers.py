@@ -94,8 +94,10 @@ async def prepare(
         raise refusal("session_id", f"a turn has one prompt, not {len(token_lists)}")
     prompts = []
     for index, tokens in enumerate(token_lists):
-        if any(token >= model.vocab_size for token in tokens):
-            raise refusal("prompt", f"a token id is not in the vocabulary of {model.vocab_size} tokens")
+        strange = next(((at, token) for at, token in enumerate(tokens) if token >= model.vocab_size), None)
+        if strange is not None:
+            where = f"token {strange[0]} is {strange[1]}"
+            raise refusal("prompt", f"{where}, which is not in the vocabulary of {model.vocab_size} tokens")
         sampling = sampling_for(
             request,
             prompt_tokens=len(tokens),

@@ -23,10 +23,11 @@ class PrefillActor(WorkerActor):
         memory: KvMemory,
         config: ClusterConfig,
         max_context_len: int,
+        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         worker = config.prefill_worker
-        return PrefillCore(pool, worker, LayerGroups.of(memory, worker.layer_groups))
+        return PrefillCore(pool, worker, vocab_size, LayerGroups.of(memory, worker.layer_groups))
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.prefill_worker.max_queued_requests

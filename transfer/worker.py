@@ -63,6 +63,7 @@ class CoreFactory(Protocol):
         memory: KvMemory,
         config: ClusterConfig,
         max_context_len: int,
+        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore: ...
 
@@ -193,7 +194,7 @@ class WorkerProcess:
             self._step_tokens,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
-        core = self._make_core(self._stamp, pool, memory, config, max_context_len, page_keys)
+        core = self._make_core(self._stamp, pool, memory, config, max_context_len, runner.vocab_size, page_keys)
         checker = InvariantChecker()
 
         def check() -> None:
@@ -379,6 +380,7 @@ class WorkerActor(ProcessActor):
         memory: KvMemory,
         config: ClusterConfig,
         max_context_len: int,
+        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         raise NotImplementedError

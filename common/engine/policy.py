@@ -41,6 +41,13 @@ def finish_reason(outputs: int, last_token: int, sampling: SamplingParams, promp
     return ""
 
 
+def foreign_token(tokens: npt.NDArray[np.int32], vocab_size: int) -> str:
+    """Names the first of `tokens` that the model does not have, with its place; "" when it has all of them. Computing
+    it would read outside of the embeddings: for whoever takes tokens from another process."""
+    strange = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    return f"[{strange[0]}] = {tokens[strange[0]]}: not one of the model's {vocab_size} tokens" if len(strange) else ""
+
+
 def affinity_key(tokens: npt.NDArray[np.int32]) -> bytes:
     """What stays equal between prompts that share a long beginning."""
     return np.ascontiguousarray(tokens[:AFFINITY_TOKENS], dtype="<i4").tobytes()

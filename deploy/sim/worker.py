@@ -69,7 +69,7 @@ class WorkerProcess(MemberProcess):
         self.core: EngineCore
         if role == "prefill":
             groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
-            self.core = PrefillCore(self.pool, settings.prefill_config, groups)
+            self.core = PrefillCore(self.pool, settings.prefill_config, self.runner.vocab_size, groups)
         else:
             self.core = DecodeCore(
                 stamp,
@@ -77,6 +77,7 @@ class WorkerProcess(MemberProcess):
                 settings.decode_config,
                 settings.transfer,
                 settings.max_context_len,
+                self.runner.vocab_size,
                 settings.tiers,
                 page_keys_of(settings),
             )

@@ -66,6 +66,8 @@ DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(22))
 PREFILL = Stamp(WorkerId("prefill-0"), 1, Epoch(33))
 PREFILL_2 = Stamp(WorkerId("prefill-1"), 1, Epoch(44))
 GREEDY = SamplingParams(max_tokens=8)
+VOCABULARY = 1 << 16
+"""Tokens that the cores believe the model to have."""
 
 
 def member(stamp: Stamp, role: str) -> Member:
@@ -184,7 +186,7 @@ def decode_engine(
     keys = None if tiers is None else PageKeys.of_model({"weights": "fake"}, page_size)
 
     def make(pool: KvPool) -> DecodeCore:
-        return DecodeCore(DECODE, pool, made, TransferConfig(), context, tiers or TiersConfig(), keys)
+        return DecodeCore(DECODE, pool, made, TransferConfig(), context, VOCABULARY, tiers or TiersConfig(), keys)
 
     return Engine(make, sizes, made.chunk_tokens)
 
@@ -207,7 +209,7 @@ def prefill_engine(
     made = PrefillConfig(kv_return=kv_return, **({} if page_bytes else {"layer_groups": 1}) | config)
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     groups = LayerGroups(layers, page_bytes, made.layer_groups)
-    return Engine(lambda pool: PrefillCore(pool, made, groups), sizes, made.chunk_tokens)
+    return Engine(lambda pool: PrefillCore(pool, made, VOCABULARY, groups), sizes, made.chunk_tokens)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from core_rig import (
     GREEDY,
     PREFILL,
     PREFILL_2,
+    VOCABULARY,
     Rig,
     decode_engine,
     member,
@@ -461,6 +462,18 @@ def test_impossible_prompts_are_refused() -> None:
     rig.submit("empty", prompt_of(0))
     assert code_of(rig, "pool") is code_of(rig, "context") is ErrorCode.PROMPT_TOO_LONG
     assert code_of(rig, "empty") is ErrorCode.INVALID_REQUEST
+    rig.assert_clean()
+
+
+def test_tokens_that_the_model_does_not_have_are_refused_and_named() -> None:
+    rig = Rig()
+    rig.submit("high", np.array([3, VOCABULARY - 1, VOCABULARY, 4], dtype=np.int32))
+    rig.submit("negative", np.array([-7, 1], dtype=np.int32))
+    rig.submit("continued", prompt_of(8), outputs=[5, VOCABULARY + 9])
+    reasons = [rig.gateway.finals[name].failure for name in ("high", "negative", "continued")]
+    assert [failure.code for failure in reasons if failure] == [ErrorCode.INVALID_REQUEST] * 3
+    named = [failure.reason.partition(":")[0] for failure in reasons if failure]
+    assert named == ["prompt[2] = 65536", "prompt[0] = -7", "outputs[1] = 65545"]
     rig.assert_clean()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_rig import DECODE, GREEDY, Engine, prefill_engine, prompt_of
+from core_rig import DECODE, GREEDY, VOCABULARY, Engine, prefill_engine, prompt_of
 
 from baton.common.engine.core_api import Drain
 from baton.common.engine.fake_runner import fake_generate
@@ -129,6 +129,16 @@ def test_waits_for_pages_and_never_half_way() -> None:
     assert [type(one) for one in effects if not isinstance(one, ShipRegion)] == [FinishSource]
     effects = finish(engine, engine.handle(SourceReleased(key(1))))
     assert effects[-1].key == key(2)  # type: ignore[attr-defined]
+
+
+def test_tokens_that_the_model_does_not_have_are_refused_and_named() -> None:
+    engine = prefill_engine()
+    (abort,) = engine.handle(offer(1, np.array([5, VOCABULARY], dtype=np.int32)))
+    assert isinstance(abort, AbortSource)
+    assert abort.failure.code is ErrorCode.INVALID_REQUEST
+    assert abort.failure.reason.startswith("tokens[1] = 65536:")
+    engine.handle(SourceAborted(key(1), abort.failure))
+    assert_clean(engine)
 
 
 def test_prompt_that_never_fits_is_refused_at_once() -> None:
