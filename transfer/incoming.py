@@ -49,6 +49,9 @@ from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received
 WINDOW_REGIONS = 2
 """So many full regions of one peer are asked for at a time on a lane: enough to keep it busy, and not so many that a
 small hand-off waits long behind what is on its way."""
+STALLED_S = 3.0
+"""A region that was asked for so long before its hand-off was given up tells of a lane that does not move. No more than
+WINDOW_REGIONS were asked for at a time, so a slow one has moved them by then."""
 WAITING_RECHECK_S = 0.05
 """How late a hand-off may notice that it has waited long enough for a better lane."""
 
@@ -147,10 +150,17 @@ class Incoming:
         sink = self._sinks.get(key)
         self._forget(key)
         if sink is not None:
+            self._avoid_if_stalled(sink, now)
             for op in sink.ops:
                 self._lanes.cancel(sink.lane, op)
         self._answer_fenced(key)
         self._grant_slots(now)
+
+    def _avoid_if_stalled(self, sink: _Sink, now: float) -> None:
+        """Nobody else would say so: a lane that hangs ends nothing, and the next hand-off should not wait on it too."""
+        began_s = min((self._ops[op].started_s for op in sink.ops), default=float("inf"))
+        if time.perf_counter() - began_s >= STALLED_S:
+            self._lanes.on_failure(sink.peer, sink.lane, f"nothing has come for {STALLED_S} s", now)
 
     def close(self, key: HandoffKey, now: float) -> None:
         assert not self._is_scattering(key), f"{key} is complete, and a region of it is not"

@@ -23,8 +23,10 @@ from io_rig import (
 from baton.common.config import ClusterConfig, LaneCapsConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import MembershipView
+from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
+from baton.transfer import incoming
 from baton.transfer.api import SinkCommitted, SinkFailed
 from baton.transfer.lanes import Lanes
 from baton.transfer.link import CLEARLY_FASTER, Chosen, LaneStatus, LaneView, choose_lane
@@ -176,6 +178,30 @@ def test_what_landed_on_a_lane_that_broke_is_kept_and_the_rest_takes_another(con
         assert (committed.lane, committed.nbytes) == ("second", (16 - landed) * PAGE_BYTES)
         pages = np.concatenate([first.pages[Component.FULL][:landed], rest.pages[Component.FULL]])
         assert np.array_equal(decode.pool[pages], expected_pages(first))
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_lane_on_which_nothing_came_until_the_deadline_is_avoided(
+    controller: StandInController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "STALLED_S", 0.2)
+    hubs = InprocHub(), InprocHub()
+
+    def lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
+        return Lanes((FirstLane(stamp, hubs[0], mesh), SecondLane(stamp, hubs[1], mesh)))
+
+    config = io_config("first", "second")
+    config = replace(config, transfer=replace(config.transfer, lane_choice="order"))
+    decode, prefill = start(config, controller, lanes=lanes)
+    try:
+        hubs[0].hold()
+        open_sink(decode, "prefill-0", 40, 1, ttl_s=1.0)
+        [failed] = decode.events.wait(SinkFailed)
+        assert (failed.lane, failed.failure.code) == ("first", ErrorCode.DEADLINE_EXCEEDED)
+        open_sink(decode, "prefill-0", 40, 2, first_page=60)
+        assert decode.events.wait(SinkCommitted)[0].lane == "second"
     finally:
         decode.close()
         prefill.close()
