@@ -38,6 +38,7 @@ class Roster:
         self._stamp = stamp
         self._liveness = liveness
         self._latest: Membership | None = None
+        self._listed = False
         self._source: tuple[int, int] = (-1, -1)  # (controller incarnation, version) of `_latest`
         self._members: dict[WorkerId, Member] = {}
         self._heard_s: dict[WorkerId, float] = {}
@@ -54,6 +55,7 @@ class Roster:
         if source <= self._source:
             return NO_CHANGE
         self._source, self._latest = source, membership
+        self._listed = any(member.stamp == self._stamp for member in membership.members)
         old = self._members
         self._members = {
             member.stamp.worker: member for member in membership.members if member.stamp.worker != self._stamp.worker
@@ -116,8 +118,7 @@ class Roster:
     @property
     def listed(self) -> bool:
         """The controller counts this very process among the members."""
-        latest = self._latest
-        return latest is not None and any(member.stamp == self._stamp for member in latest.members)
+        return self._listed
 
     def lists(self, stamp: Stamp) -> bool:
         """The very process `stamp` is a member."""

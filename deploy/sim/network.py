@@ -20,7 +20,7 @@ class Receiver(Protocol):
 
     stamp: Stamp
 
-    def run(self, action: Callable[[], None], label: str) -> None:
+    def run(self, action: Callable[..., None], label: str, *args: object) -> None:
         """Does it now, or when the process is resumed, or never when it is dead."""
         ...
 
@@ -48,6 +48,7 @@ class Network:
         self._probe = probe
         self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay
         self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
+        self._labels: dict[tuple[WorkerId, type[Body]], str] = {}  # of frames, for the trace
 
     def calm_down(self) -> None:
         """No faults from here on."""
@@ -57,51 +58,53 @@ class Network:
         """Nothing passes from `a` to `b` (one direction) for a while: what is sent meanwhile is lost."""
         self._cut[(a, b)] = self._cut.get((a, b), 0) + 1
 
-        def heal() -> None:
-            self._cut[(a, b)] -= 1
+        self._schedule.after(seconds, self._heal, a, b)
 
-        self._schedule.after(seconds, heal)
+    def _heal(self, a: WorkerId, b: WorkerId) -> None:
+        self._cut[(a, b)] -= 1
+        if not self._cut[(a, b)]:
+            del self._cut[(a, b)]
 
     def send(self, sender: Stamp, worker: WorkerId, dst_epoch: int, body: Body) -> None:
         """One control frame; it passes through the real codec."""
         self._probe("sent", (sender, worker, body))
-        rng, faults = self._schedule.rng, self.faults
-        extra_s = self.extra_delay_s(sender, worker, body)
-        if extra_s < 0 or self._is_cut(sender.worker, worker) or (faults.loss and rng.random() < faults.loss):
+        schedule, faults, extra_s = self._schedule, self.faults, 0.0
+        if self.extra_delay_s is not no_extra_delay:
+            extra_s = self.extra_delay_s(sender, worker, body)
+        cut = self._cut and (sender.worker, worker) in self._cut
+        if extra_s < 0 or cut or (faults.loss and schedule.rng.random() < faults.loss):
             self._probe("frame_lost", (sender, worker, body))
             return
         frame = Frame(sender, Epoch(dst_epoch), body)
         if not isinstance(body, Heartbeat):
             frame = decode_frame(encode_frame(frame))
-        copies = 2 if faults.duplicate and rng.random() < faults.duplicate else 1
+        copies = 2 if faults.duplicate and schedule.rng.random() < faults.duplicate else 1
         for _ in range(copies):
-            self._schedule.after(extra_s + self._delay_s(), lambda: self._arrive(worker, frame))
+            schedule.enter(schedule.now + extra_s + self._delay_s(), None, "", self._arrive, (worker, frame))
 
     def carry(self, sender: Stamp, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
         """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a
         stream. Lost only with the lane, which is the data plane's to simulate."""
-        if self._is_cut(sender.worker, worker):
-            return
+        if (sender.worker, worker) not in self._cut:
+            self._schedule.after(self._delay_s(), self._deliver, worker, arrive)
 
-        def deliver() -> None:
-            receiver = self._seat(worker)
-            if receiver is not None:
-                receiver.run(lambda: arrive(receiver), "region")
-
-        self._schedule.after(self._delay_s(), deliver)
+    def _deliver(self, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
+        receiver = self._seat(worker)
+        if receiver is not None:
+            receiver.run(arrive, "region", receiver)
 
     def _arrive(self, worker: WorkerId, frame: Frame) -> None:
         receiver = self._seat(worker)
         if receiver is None:
             return
-        if frame.dst_epoch not in (0, receiver.stamp.epoch):
+        if frame.dst_epoch and frame.dst_epoch != receiver.stamp.epoch:
             self._probe("frame_for_another_epoch", frame)
             return
-        label = f"{frame.src.worker}>{worker} {type(frame.body).__name__}"
-        receiver.run(lambda: receiver.frame_arrived(frame), label)
-
-    def _is_cut(self, a: WorkerId, b: WorkerId) -> bool:
-        return bool(self._cut.get((a, b)))
+        kind = (frame.src.worker, type(frame.body))
+        label = self._labels.get(kind)
+        if label is None:
+            label = self._labels[kind] = f"{type(frame.body).__name__} of {frame.src.worker}"
+        receiver.run(receiver.frame_arrived, label, frame)
 
     def _delay_s(self) -> float:
         rng, faults = self._schedule.rng, self.faults

@@ -8,7 +8,7 @@ sockets and threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import CONTROLLER, Epoch, RequestId, Stamp, WorkerId
@@ -24,11 +24,14 @@ from baton.common.messages import (
     Membership,
 )
 from baton.deploy.controller_core import ControllerCore, KillWorker, Publish, Reply, SeatSpec, StartWorker
-from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
-from baton.transfer.membership import Changes, Roster
+from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
+from baton.deploy.sim.schedule import Event
+from baton.transfer.membership import NO_CHANGE, Changes, Roster
 
 if TYPE_CHECKING:
     from baton.deploy.sim.world import World
+
+HAND_OFF_KINDS = frozenset(get_args(HandoffBody))
 
 
 class Wakeup:
@@ -36,6 +39,7 @@ class Wakeup:
 
     def __init__(self, process: SimProcess, action: Callable[[], None], label: str) -> None:
         self._process = process
+        self._schedule = process.schedule
         self._action = action
         self._label = label
         self._at_s: float | None = None
@@ -44,14 +48,13 @@ class Wakeup:
         if at_s is None or (self._at_s is not None and self._at_s <= at_s):
             return
         self._at_s = at_s
-
-        def fire() -> None:
-            if self._at_s == at_s:
-                self._at_s = None
-                self._action()
-
         # Exactly then: a rounded difference would fire a hair too early, find nothing due, and so on for ever.
-        self._process.world.schedule.at(at_s, lambda: self._process.run(fire, self._label))
+        self._schedule.enter(at_s, self._process, self._label, self._fire, (at_s,))
+
+    def _fire(self, at_s: float) -> None:
+        if self._at_s == at_s:
+            self._at_s = None
+            self._action()
 
 
 class SimProcess:
@@ -59,28 +62,33 @@ class SimProcess:
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         self.world = world
+        self.schedule = world.schedule
         self.stamp = stamp
+        self.name = f"{stamp.worker}@{stamp.incarnation}"
         self.role = role
         self.alive = True
         self.paused = False
-        self._backlog: list[tuple[Callable[[], None], str]] = []
+        self.backlog: list[Event] = []
 
-    def run(self, action: Callable[[], None], label: str) -> None:
+    def run(self, action: Callable[..., None], label: str, *args: object) -> None:
+        """Does it now, or when the process is resumed, or never when it is dead."""
         if not self.alive:
             return
+        schedule = self.schedule
         if self.paused:
-            self._backlog.append((action, label))
+            self.backlog.append((schedule.now, 0, self, label, action, args))
             return
-        self.world.schedule.note(f"{self.stamp.worker}@{self.stamp.incarnation} {label}")
-        action()
+        schedule.note(self.name, label)
+        action(*args)
 
-    def after(self, delay_s: float, action: Callable[[], None], label: str) -> None:
-        self.world.schedule.after(delay_s, lambda: self.run(action, label))
+    def after(self, delay_s: float, action: Callable[..., None], label: str, *args: object) -> None:
+        schedule = self.schedule
+        schedule.enter(schedule.now + delay_s, self, label, action, args)
 
     def kill(self) -> None:
         """As by SIGKILL: nothing of it happens any more."""
         self.alive = False
-        self._backlog.clear()
+        self.backlog.clear()
 
     def pause(self) -> None:
         """As by SIGSTOP."""
@@ -88,9 +96,9 @@ class SimProcess:
 
     def resume(self) -> None:
         self.paused = False
-        backlog, self._backlog = self._backlog, []
-        for action, label in backlog:
-            self.run(action, label)
+        backlog, self.backlog = self.backlog, []
+        for _, _, _, label, action, args in backlog:
+            self.run(action, label, *args)
 
     def frame_arrived(self, frame: Frame) -> None:
         raise NotImplementedError
@@ -108,22 +116,26 @@ class MemberProcess(SimProcess):
         super().__init__(world, stamp, role)
         self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
         self.roster = Roster(stamp, world.settings.liveness, world.now)
+        self._tick_s = world.settings.liveness.heartbeat_interval_s / 2
         self.after(0.0, self._tick, "tick")
 
     def _tick(self) -> None:
-        now = self.world.now
-        self._apply(self.roster.on_timer(now))
+        now = self.schedule.now
+        changes = self.roster.on_timer(now)
+        if changes is not NO_CHANGE:
+            self._apply(changes)
         if self.roster.speak(now):
             self._speak()
         # Twice per interval, so that a stall of this process is told from the silence of others.
-        self.after(self.world.settings.liveness.heartbeat_interval_s / 2, self._tick, "tick")
+        self.after(self._tick_s, self._tick, "tick")
 
     def _speak(self) -> None:
-        load = self.load()
+        load, send = self.load(), self.world.network.send
+        heartbeat = Heartbeat(load=load)
         for worker, member in self.roster.members.items():
-            self.send(worker, member.stamp.epoch, Heartbeat(load=load))
+            send(self.stamp, worker, member.stamp.epoch, heartbeat)
         hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
-        self.send(CONTROLLER, 0, Heartbeat(load=load) if self.roster.listed else hello)
+        send(self.stamp, CONTROLLER, 0, heartbeat if self.roster.listed else hello)
 
     def send(self, worker: WorkerId, epoch: int, body: Body) -> None:
         self.world.network.send(self.stamp, worker, epoch, body)
@@ -132,16 +144,20 @@ class MemberProcess(SimProcess):
         sender, body = frame.src, frame.body
         if sender.worker == CONTROLLER:
             if isinstance(body, Membership):
-                self._apply(self.roster.on_membership(sender, body, self.world.now))
+                self._apply(self.roster.on_membership(sender, body, self.schedule.now))
             return
-        listed = self.roster.members.get(sender.worker)
-        if listed is None or listed.stamp != sender:
+        if not self.roster.lists(sender):
             self.world.probe("frame_of_unlisted_process", frame)
             return
-        self._apply(self.roster.on_heard(sender, self.world.now))
-        if isinstance(body, HandoffBody):
+        changes = self.roster.on_heard(sender, self.schedule.now)
+        if changes is not NO_CHANGE:
+            self._apply(changes)
+        if isinstance(body, Heartbeat):
+            if self.role == "gateway":
+                self.deliver(FromPeer(sender, body))
+        elif type(body) in HAND_OFF_KINDS:
             self.hand_off_frame(frame)
-        elif not isinstance(body, Heartbeat) or self.role == "gateway":
+        else:
             self.deliver(FromPeer(sender, body))
 
     def _apply(self, changes: Changes) -> None:
@@ -177,20 +193,23 @@ class GatewayProcess(MemberProcess):
         return self.core.load()
 
     def deliver(self, event: FromPeer | MembershipView) -> None:
-        self.carry_out(self.core.handle(event, self.world.now))
+        effects = self.core.handle(event, self.schedule.now)
+        if effects or not (
+            isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)
+        ):  # which makes nothing due
+            self.carry_out(effects)
 
     def _due(self) -> None:
         self.carry_out(self.core.on_timer(self.world.now))
 
     def carry_out(self, effects: Iterable[GatewayEffect]) -> None:
         for effect in effects:
-            match effect:
-                case SendTo():
-                    self.send(effect.worker, effect.epoch, effect.body)
-                case TokensArrived():
-                    self.world.clients.tokens(effect)
-                case RequestEnded():
-                    self.world.clients.ended(effect)
+            if isinstance(effect, TokensArrived):
+                self.world.clients.tokens(effect)
+            elif isinstance(effect, SendTo):
+                self.send(effect.worker, effect.epoch, effect.body)
+            else:
+                self.world.clients.ended(effect)
         assert self._timer is not None
         self._timer.want(self.core.next_deadline())
 
@@ -199,11 +218,7 @@ class GatewayProcess(MemberProcess):
         self.world.clients.gateway_died(self)
 
     def cancel(self, request_id: RequestId) -> None:
-        self.run(lambda: self.carry_out(self.core.cancel(request_id, self.world.now)), f"cancel {request_id}")
-
-    def finish(self, request_id: RequestId) -> None:
-        """The detokenizer found a stop string."""
-        self.after(0.0, lambda: self.carry_out(self.core.finish(request_id, self.world.now)), f"finish {request_id}")
+        self.run(lambda: self.carry_out(self.core.cancel(request_id, self.schedule.now)), f"cancel {request_id}")
 
     @property
     def settled(self) -> bool:
@@ -220,7 +235,9 @@ class ControllerProcess(SimProcess):
         self._timer.want(world.now)
 
     def frame_arrived(self, frame: Frame) -> None:
-        self._carry_out(self.core.on_message(frame.src, frame.body, self.world.now))
+        effects = self.core.on_message(frame.src, frame.body, self.world.now)
+        if effects or not isinstance(frame.body, Heartbeat):  # which makes nothing due earlier
+            self._carry_out(effects)
 
     def died(self, stamp: Stamp) -> None:
         """The supervisor saw the process end: that is the proof."""

@@ -8,60 +8,104 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Callable
 from random import Random
-
-from baton.common.clock import VirtualClock
+from typing import Protocol
 
 MOST_AT_ONE_TIME = 10_000
+HASHED_AT_ONCE = 4096
+"""Lines of the trace. They are collected as they are: hashing each alone costs more than some events do."""
+
+
+class Actor(Protocol):
+    """Somebody whose events come to nothing when it is dead, and wait while it is stopped."""
+
+    name: str
+    alive: bool
+    paused: bool
+    backlog: list[Event]
+
+
+Event = tuple[float, int, Actor | None, str, Callable[..., None], tuple[object, ...]]
+"""When, a number that breaks ties, whose, a label for the trace, and what to call. An event of nobody has no label."""
 
 
 class Schedule:
-    """`at`/`after` enter a thing to do, `run_next` does the earliest."""
+    """`at`/`after` enter a thing to do, `run_until` does all that are due."""
 
     def __init__(self, seed: int, keep_trace: bool = False) -> None:
         self.rng = Random(seed)
-        self.clock = VirtualClock()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.now = 0.0
+        self._heap: list[Event] = []
         self._sequence = 0
         self._at_this_time = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._times = array("d")
+        self._lines: list[str] = []
         self.trace: list[str] | None = [] if keep_trace else None
         self.events = 0
 
-    @property
-    def now(self) -> float:
-        return self.clock.now()
+    def at(self, time_s: float, action: Callable[..., None], *args: object) -> None:
+        self.enter(time_s, None, "", action, args)
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (max(time_s, self.now), self._sequence, action))
+    def after(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        self.enter(self.now + delay_s, None, "", action, args)
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.at(self.now + delay_s, action)
+    def enter(
+        self,
+        time_s: float,
+        actor: Actor | None,
+        label: str,
+        action: Callable[..., None],
+        args: tuple[object, ...] = (),
+    ) -> None:
+        """For `actor`, at that time or now, whichever is later."""
+        self._sequence = number = self._sequence + 1
+        now = self.now
+        heapq.heappush(self._heap, (time_s if time_s > now else now, number, actor, label, action, args))
 
-    def run_next(self) -> bool:
-        """False when nothing is left to do."""
-        if not self._heap:
-            return False
-        time_s, _, action = heapq.heappop(self._heap)
-        self._at_this_time = self._at_this_time + 1 if time_s == self.now else 0
-        assert self._at_this_time < MOST_AT_ONE_TIME, "time stands still: something is due again and again"
-        self.clock.advance_to(time_s)
-        self.events += 1
-        action()
-        return True
+    def run_until(self, end_s: float) -> None:
+        """Everything that is due by then, also what is entered on the way. Afterwards it is `end_s`."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= end_s:
+            event = pop(heap)
+            time_s, _, actor, label, action, args = event
+            if time_s == self.now:
+                self._at_this_time += 1
+                assert self._at_this_time < MOST_AT_ONE_TIME, "time stands still: something is due again and again"
+            else:
+                self._at_this_time = 0
+                self.now = time_s
+            self.events += 1
+            if actor is None:
+                action(*args)
+            elif actor.alive:
+                if actor.paused:
+                    actor.backlog.append(event)
+                else:
+                    self.note(actor.name, label)
+                    action(*args)
+        self.now = max(self.now, end_s)
 
-    def next_s(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
-
-    def note(self, line: str) -> None:
-        """One line of the trace."""
-        stamped = f"{self.now:.6f} {line}"
-        self._digest.update(stamped.encode())
+    def note(self, name: str, label: str) -> None:
+        """One line of the trace: who, and what."""
+        self._times.append(self.now)
+        lines = self._lines
+        lines.append(name)
+        lines.append(label)
         if self.trace is not None:
-            self.trace.append(stamped)
+            self.trace.append(f"{self.now:.6f} {name} {label}")
+        if len(lines) > 2 * HASHED_AT_ONCE:
+            self._hash()
+
+    def _hash(self) -> None:
+        self._digest.update(self._times.tobytes())
+        self._digest.update("\n".join(self._lines).encode())
+        self._times, self._lines = array("d"), []
 
     @property
     def trace_hash(self) -> str:
+        """Of the times, to the bit, and the lines so far."""
+        self._hash()
         return self._digest.hexdigest()

@@ -7,9 +7,9 @@ the oracle that looks at every page which a hand-off or a tier touches.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Generator, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,11 +42,17 @@ if TYPE_CHECKING:
 READ_BY_PEERS = frozenset({OwnerClass.OUTGOING, OwnerClass.QUARANTINED})
 
 
+@functools.cache
+def _arrival(kind: str) -> str:
+    """In the trace."""
+    return f"< {kind}"
+
+
 class WorkerProcess(MemberProcess):
     """A prefill or decode worker."""
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
-        settings = world.settings
+        self._settings = settings = world.settings
         config = settings.prefill_config if role == "prefill" else settings.decode_config
         num_pages = settings.num_pages(role)
         self.pool = KvPool(
@@ -110,35 +116,34 @@ class WorkerProcess(MemberProcess):
 
     def deliver(self, event: object) -> None:
         """From the I/O thread to the engine: in order, a moment later."""
-        self._to_engine_s = max(
-            self._to_engine_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
-        )
-        self.after(self._to_engine_s - self.world.now, lambda: self._arrive(event), f"< {type(event).__name__}")
+        self._to_engine_s = due_s = max(self._to_engine_s, self._after_a_hop())
+        self.schedule.enter(due_s, self, _arrival(type(event).__name__), self._arrive, (event,))
 
     def _arrive(self, event: object) -> None:
         self._inbox.append(event)
-        self._turn()
+        if self._computing is None:
+            self._turn()
 
     def _turn(self) -> None:
         """Events, due timers, then at most one step; nothing at all while a step is running."""
         if self._computing is not None:
             return
-        now = self.world.now
+        core, now = self.core, self.schedule.now
         while self._inbox:
-            self._post(self.core.handle(self._inbox.popleft(), now))
-        due_s = self.core.next_deadline()
+            self._post(core.handle(self._inbox.popleft(), now))
+        due_s = core.next_deadline()
         if due_s is not None and due_s <= now:
-            self._post(self.core.on_timer(now))
-        self._computing = self.core.next_batch(now)
+            self._post(core.on_timer(now))
+        self._computing = batch = core.next_batch(now)
         self.check()
-        if self._computing is None:
-            self._engine_timer.want(self.core.next_deadline())
-        else:
-            cost_s = self.runner.step_cost_s(self._computing)
-            for layers in self._computing.report_after:
-                share = layers / self.world.settings.layers
-                self.after(cost_s * share, self._layers_over, f"layers until {layers}")
-            self.after(cost_s, self._step_over, f"step {self._computing.num_rows}r {self._computing.num_tokens}t")
+        if batch is None:
+            self._engine_timer.want(core.next_deadline())
+            return
+        cost_s = self.runner.step_cost_s(batch)
+        for layers in batch.report_after:
+            share = layers / self._settings.layers
+            self.after(cost_s * share, self._layers_over, "layers")
+        self.after(cost_s, self._step_over, "step")
 
     def _layers_over(self) -> None:
         """The step has come so far: these layers are in the pages, the others are not."""
@@ -146,26 +151,26 @@ class WorkerProcess(MemberProcess):
         self._stages = self._stages or self.runner.stages(self._computing)
         layers = next(self._stages)
         self.world.probe("layers_over", (self, layers))
-        self._post(self.core.on_layers(layers, self.world.now))
+        self._post(self.core.on_layers(layers, self.schedule.now))
 
     def _step_over(self) -> None:
         assert self._computing is not None
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
-        self._post(self.core.on_step(result, self.world.now))
+        self._post(self.core.on_step(result, self.schedule.now))
         self.check()
         self._turn()
 
     def _post(self, effects: Iterable[object]) -> None:
         """From the engine to the I/O thread: in order, a moment later."""
+        enter = self.schedule.enter
         for effect in effects:
-            self._to_io_s = max(
-                self._to_io_s, self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
-            )
-            self.after(self._to_io_s - self.world.now, partial(self._io_take, effect), "> io")
+            self._to_io_s = due_s = max(self._to_io_s, self._after_a_hop())
+            enter(due_s, self, "> io", self._io_take, (effect,))
 
     def _after_a_hop(self) -> float:
-        return self.world.now + self.world.rng.random() * self.world.settings.thread_hop_s
+        schedule = self.schedule
+        return schedule.now + schedule.rng.random() * self._settings.thread_hop_s
 
     def check(self) -> None:
         """All KV invariants of this worker."""
@@ -174,50 +179,49 @@ class WorkerProcess(MemberProcess):
     # -------------------------------------------------------------------------------------- I/O thread
 
     def _io_take(self, effect: object) -> None:
+        if isinstance(effect, SendTo):
+            self.send(effect.worker, effect.epoch, effect.body)
+            return
         if isinstance(effect, TierCommand):
             self.world.probe("tier_command", (self, effect))
             self.tier.take(effect)
-            return
-        if isinstance(effect, SendTo):
-            self.send(effect.worker, effect.epoch, effect.body)
             return
         assert isinstance(effect, SinkCommand | SourceCommand), effect
         if isinstance(effect, OpenSink):
             self.owners[effect.key] = effect.request_id
         self.world.probe("command", (self, effect))
-        self._carry_out(self.endpoint.command(effect, self.world.now))
+        self._carry_out(self.endpoint.command(effect, self.schedule.now))
 
     def _io_due(self) -> None:
-        self._carry_out(self.endpoint.on_timer(self.world.now))
+        self._carry_out(self.endpoint.on_timer(self.schedule.now))
 
     def hand_off_frame(self, frame: Frame) -> None:
         self.world.probe("hand_off_frame", (self, frame))
-        self._carry_out(self.endpoint.on_frame(frame, self.world.now))
+        self._carry_out(self.endpoint.on_frame(frame, self.schedule.now))
 
     def membership_changed(self, view: MembershipView) -> None:
-        self._carry_out(self.endpoint.on_membership(view, self.world.now))
+        self._carry_out(self.endpoint.on_membership(view, self.schedule.now))
 
     def _speak(self) -> None:
         super()._speak()
         for worker in sorted(self.roster.silent):
-            self._carry_out(self.endpoint.on_peer_silent(worker, self.world.now))
+            self._carry_out(self.endpoint.on_peer_silent(worker, self.schedule.now))
 
     def answer(self, event: DataEvent) -> None:
-        self._carry_out(self.endpoint.on_data(event, self.world.now))
+        self._carry_out(self.endpoint.on_data(event, self.schedule.now))
 
     def _carry_out(self, effects: Iterable[EndpointEffect]) -> None:
         waiting = deque(effects)
         while waiting:
             effect = waiting.popleft()
-            match effect:
-                case SendFrame():
-                    self.send(effect.worker, effect.dst_epoch, effect.body)
-                case EngineEvent():
-                    self.world.probe("engine_event", (self, effect.event))
-                    self.deliver(effect.event)
-                case _:
-                    for event in self.data.execute(effect):
-                        waiting.extend(self.endpoint.on_data(event, self.world.now))
+            if isinstance(effect, SendFrame):
+                self.send(effect.worker, effect.dst_epoch, effect.body)
+            elif isinstance(effect, EngineEvent):
+                self.world.probe("engine_event", (self, effect.event))
+                self.deliver(effect.event)
+            else:
+                for event in self.data.execute(effect):
+                    waiting.extend(self.endpoint.on_data(event, self.schedule.now))
         self._io_timer.want(self.endpoint.next_deadline())
 
     # ------------------------------------------------------------------------------------------ oracles

@@ -80,8 +80,9 @@ class World:
     def probe(self, name: str, details: object) -> None:
         """Something noteworthy happens; hooks may meddle."""
         self.probes[name] += 1
-        for hook in self.hooks.get(name, ()):
-            hook(self, details)
+        if name in self.hooks:
+            for hook in self.hooks[name]:
+                hook(self, details)
 
     def on(self, name: str, hook: Callable[[World, object], None]) -> None:
         self.hooks.setdefault(name, []).append(hook)
@@ -118,7 +119,7 @@ class World:
         if process is None or not process.alive:
             return
         self.faulty = True
-        self.schedule.note(f"crash {worker}")
+        self.schedule.note(worker, "crash")
         self.probe("crash", process)
         process.kill()
         if seen:
@@ -130,7 +131,7 @@ class World:
         if process is None or not process.alive or process.paused:
             return
         self.faulty = True
-        self.schedule.note(f"pause {worker} {seconds:.2f}")
+        self.schedule.note(worker, f"pause {seconds:.2f}")
         process.pause()
         self.schedule.after(seconds, process.resume)
 
@@ -152,7 +153,7 @@ class World:
 
     def partition(self, a: WorkerId, b: WorkerId, seconds: float, both: bool) -> None:
         self.faulty = True
-        self.schedule.note(f"cut {a} {b} {seconds:.2f}")
+        self.schedule.note(a, f"cut off from {b} {seconds:.2f}")
         self.network.cut(a, b, seconds)
         if both:
             self.network.cut(b, a, seconds)
@@ -273,7 +274,7 @@ class World:
 
     def calm_down(self) -> None:
         """From here on nothing goes wrong any more."""
-        self.schedule.note("calm")
+        self.schedule.note("world", "calm")
         self.network.calm_down()
 
     def run(self) -> Report:
@@ -281,10 +282,7 @@ class World:
         while not self._at_rest():
             if self.now > self.calm_s + REST_S:
                 raise NeverRests(self._what_is_owed())
-            end_s = self.now + QUIET_STEP_S
-            while (next_s := self.schedule.next_s()) is not None and next_s <= end_s:
-                self.schedule.run_next()
-            self.schedule.clock.advance_to(end_s)
+            self.schedule.run_until(self.now + QUIET_STEP_S)
         self._judge()
         outcomes = Counter(one.outcome for one in self.clients.requests.values())
         schedule = self.schedule

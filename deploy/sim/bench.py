@@ -1,0 +1,60 @@
+"""How fast the simulator is: `python -m baton.deploy.sim.bench`.
+
+An event is one thing taken from the heap of virtual time: a frame or a region that arrives, a hop between the threads
+of a process, a timer, the end of a step. Checks and judgements are no events; they are part of those that cause them.
+Times are processor time of this process, so that a busy machine does not count as a slow simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+
+from baton.deploy.sim.settings import random_settings
+from baton.deploy.sim.world import Report, World
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of some worlds."""
+
+    events: int
+    requests: int
+    virtual_s: float
+    cpu_s: float
+
+    def told(self, what: str) -> str:
+        return (
+            f"{what:28} {self.events:>10,} events  {self.requests:>9,} requests  {self.virtual_s:>8.1f} virtual s"
+            f"  {self.cpu_s:>7.1f} s  {self.events / self.cpu_s:>9,.0f} events/s  {self.requests / self.cpu_s:>7,.0f}"
+            f" requests/s  {1e6 * self.cpu_s / self.events:>6.1f} us/event"
+        )
+
+
+def of_seeds(first: int, count: int) -> Speed:
+    """Random worlds with faults, as the tests run them, with every check."""
+    worlds = [World(random_settings(seed), seed) for seed in range(first, first + count)]
+    started, reports = time.process_time(), list[Report]()
+    for world in worlds:
+        world.plan_random()
+        reports.append(world.run())
+    return _speed(reports, time.process_time() - started)
+
+
+def _speed(reports: list[Report], cpu_s: float) -> Speed:
+    requests = sum(report.outcomes.total() for report in reports)
+    return Speed(sum(one.events for one in reports), requests, sum(one.virtual_s for one in reports), cpu_s)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m baton.deploy.sim.bench", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="how many random worlds with faults")
+    arguments = parser.parse_args()
+    print(of_seeds(0, arguments.seeds).told(f"{arguments.seeds} seeds with faults"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
