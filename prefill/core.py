@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
+from msgspec import structs
+
 from baton.common.config import PrefillConfig
 from baton.common.deadlines import Deadlines
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
@@ -351,7 +353,7 @@ class PrefillCore:
         pages = self.pool.pages_of(request.record, state.shipped, total)
         while sent < state.parts and self._layer_groups.layers_until(sent, state.parts) <= layers:
             whole = ShipRegion(request.offer.key, state.shipped, total - state.shipped, pages)
-            self._out.append(replace(whole, part=sent, parts=state.parts))
+            self._out.append(structs.replace(whole, part=sent, parts=state.parts))
             sent += 1
         request.state = Prefilling(total) if sent == state.parts else replace(state, sent=sent)
 

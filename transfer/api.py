@@ -13,10 +13,10 @@ What one hand-off moves is `plan.segments_of(layout, start, total)`: one segment
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
@@ -25,8 +25,7 @@ from baton.common.messages import Failure, SamplingParams, TokenLogprob
 I32 = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
+class PrefillResult(Struct, frozen=True):
     """What prefill produced besides KV; travels with the hand-off. `first_token` is -1 when none was asked for."""
 
     first_token: int
@@ -45,8 +44,7 @@ def return_key(key: HandoffKey) -> HandoffKey:
 # --------------------------------------------------------------------------- sink (decode) side: commands
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSink:
+class OpenSink(Struct, frozen=True):
     """Ask `peer` for the KV of tokens [start, len(tokens)). `pages` are the destination pages of exactly the segments
     of that range (start is page-aligned), by component. At most one open sink per hand-off id at a time."""
 
@@ -62,8 +60,7 @@ class OpenSink:
     priority: int = 0  # smaller is sooner
 
 
-@dataclass(frozen=True, slots=True)
-class AbortSink:
+class AbortSink(Struct, frozen=True):
     """Give up. Answered by SinkFailed once no write can land any more (or by SinkCommitted, if that came first)."""
 
     key: HandoffKey
@@ -73,8 +70,7 @@ class AbortSink:
 # ---------------------------------------------------------------------------- sink (decode) side: events
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokenReady:
+class FirstTokenReady(Struct, frozen=True):
     """Prefill has sampled the first token; some bytes are still on their way. At most once per hand-off, before its
     end, and for good: a hand-off that fails afterwards takes nothing back."""
 
@@ -83,8 +79,7 @@ class FirstTokenReady:
     logprob: TokenLogprob | None
 
 
-@dataclass(frozen=True, slots=True)
-class SinkCommitted:
+class SinkCommitted(Struct, frozen=True):
     """All segments of [start, total) are in the pages. They are the request's now."""
 
     key: HandoffKey
@@ -96,8 +91,7 @@ class SinkCommitted:
     scatter_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SinkFailed:
+class SinkFailed(Struct, frozen=True):
     """Over without commit, and fenced: nobody writes the pages. [start, landed_until) did land and is valid. Of a model
     with sliding or recurrent layers that is nothing: what they keep is only good for the whole of the tokens."""
 
@@ -113,8 +107,7 @@ class SinkFailed:
 # ------------------------------------------------------------------------ source (prefill) side: events
 
 
-@dataclass(frozen=True, slots=True)
-class OfferReceived:
+class OfferReceived(Struct, frozen=True):
     """A decode worker wants KV. The offer has been accepted towards it; refuse later with AbortSource."""
 
     key: HandoffKey
@@ -129,23 +122,20 @@ class OfferReceived:
     lane_gbps: float = 0.0  # what the receiver has measured on the lane; 0.0: nothing yet
 
 
-@dataclass(frozen=True, slots=True)
-class SourceReleased:
+class SourceReleased(Struct, frozen=True):
     """The receiver committed. The pages are prefill's own again."""
 
     key: HandoffKey
 
 
-@dataclass(frozen=True, slots=True)
-class SourceAborted:
+class SourceAborted(Struct, frozen=True):
     """Over without commit, and proven: nobody reads the pages."""
 
     key: HandoffKey
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStopping:
+class SourceStopping(Struct, frozen=True):
     """The attempt is over for the peer but a reader could not yet be proven finished: stop computing, keep the pages
     (quarantined) until SourceAborted."""
 
@@ -156,8 +146,7 @@ class SourceStopping:
 # ---------------------------------------------------------------------- source (prefill) side: commands
 
 
-@dataclass(frozen=True, slots=True)
-class ShipRegion:
+class ShipRegion(Struct, frozen=True):
     """Tokens [first_token, first_token + tokens) are computed, and what `component` keeps of them lies in `pages`.
     Ranges follow one another without gap through the segments of the hand-off, in the order of `Component`; every
     boundary but a segment's last is page-aligned. A state is shipped once: its segment's tokens, and its slot.
@@ -175,16 +164,14 @@ class ShipRegion:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class FinishSource:
+class FinishSource(Struct, frozen=True):
     """Every segment was shipped to its end; `result` goes with the Done message."""
 
     key: HandoffKey
     result: PrefillResult
 
 
-@dataclass(frozen=True, slots=True)
-class AbortSource:
+class AbortSource(Struct, frozen=True):
     """Prefill gives up on this attempt. Answered by SourceAborted once no reader is left."""
 
     key: HandoffKey

@@ -15,11 +15,12 @@ page's unused end travels with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import MAX_PARTS, MAX_REGION_UNITS, pack_tokens
@@ -34,8 +35,7 @@ NO_LAYERS: Mapping[Component, int] = {}
 """Units that are one stretch, whatever they hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """What a hand-off moves of one component: what that keeps of tokens [first_token, end_token), in `units` units of
     `layers` equal stretches."""
 
@@ -50,8 +50,7 @@ class Segment:
         return min(self.layers, MAX_PARTS)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """Units [first_unit, first_unit + units) of a segment, and the ids of what holds them (little-endian int32). All of
     them, or part `part` of their layers: then the segment travels by layers from unit `tail` on."""
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from chaos_mesh import NO_FAULTS, ChaosMesh, FrameFaults
 from chaos_pages import Lent, Pages
+from msgspec import structs
 
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
@@ -503,7 +504,7 @@ class Source(_Peer):
             until = segment.end_token if end == len(pages) else segment.first_token + end * PAGE_SIZE
             piece = ShipRegion(held.key, first, until - first, pages[at:end], segment.component)
             parts = self.random.choice((1, 1, 2, LAYERS)) if end == len(pages) and not whole else 1
-            yield from (replace(piece, part=part, parts=parts) for part in range(parts))
+            yield from (structs.replace(piece, part=part, parts=parts) for part in range(parts))
 
 
 class _Sprung:

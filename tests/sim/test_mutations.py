@@ -147,7 +147,7 @@ def insert_what_has_not_landed(patch):
 
     def mutated(self, event, now):
         request, _ = self._handoffs._open[event.key]
-        failed(self, dataclasses.replace(event, landed_until=request.fill_len), now)
+        failed(self, msgspec.structs.replace(event, landed_until=request.fill_len), now)
 
     patch.setattr(DecodeCore, "_on_sink_failed", mutated)
 

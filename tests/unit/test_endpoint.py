@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from baton.common.config import TransferConfig
 from baton.common.engine.core_api import MembershipView
@@ -228,7 +226,7 @@ def test_a_priority_travels_with_the_offer_to_every_region() -> None:
     [offered] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 0.0))
     assert offered.priority == -2
     there = endpoint()
-    _, received = bodies(there.on_frame(frame(structs.replace(offered, key=key(2))), 0.0))
+    _, received = bodies(there.on_frame(frame(replace(offered, key=key(2))), 0.0))
     assert received.priority == -2
     [send] = there.command(ShipRegion(key(2), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
     assert send.priority == -2

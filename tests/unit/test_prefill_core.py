@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from core_rig import DECODE, GREEDY, VOCABULARY, Engine, prefill_engine, prompt_of
+from msgspec.structs import replace
 
 from baton.common.engine.core_api import Drain
 from baton.common.engine.fake_runner import fake_generate

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
@@ -228,7 +226,7 @@ def test_regions_that_overlap_or_leave_a_gap_end_it() -> None:
 
 
 def test_source_pages_belong_to_pull_lanes_and_only_there() -> None:
-    pulled = msgspec.structs.replace(FIRST, source_pages=pack_tokens([1, 2]))
+    pulled = replace(FIRST, source_pages=pack_tokens([1, 2]))
     assert Driver(lane="local").tell(pulled) == [LandRegion(KEY, PEER, "local", 1000, pulled)]
     assert Driver(lane="local").tell(FIRST) == [FenceSink(KEY)]
     assert Driver(lane="zmq").tell(pulled) == [FenceSink(KEY)]
@@ -237,10 +235,10 @@ def test_source_pages_belong_to_pull_lanes_and_only_there() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        msgspec.structs.replace(DONE, total_tokens=14),
-        msgspec.structs.replace(DONE, first_token=-1),
-        msgspec.structs.replace(DONE, regions=0),
-        msgspec.structs.replace(DONE, regions=4),
+        replace(DONE, total_tokens=14),
+        replace(DONE, first_token=-1),
+        replace(DONE, regions=0),
+        replace(DONE, regions=4),
     ],
 )
 def test_both_sides_compare_what_was_prefilled(wrong: Done) -> None:
@@ -254,14 +252,14 @@ def test_regions_that_end_too_early_are_no_commit() -> None:
     driver = Driver()
     driver.tell(FIRST)
     driver.tell(Landed(KEY, 0, 80, 0.0))
-    assert driver.tell(msgspec.structs.replace(DONE, regions=1)) == [FenceSink(KEY)]
+    assert driver.tell(replace(DONE, regions=1)) == [FenceSink(KEY)]
 
 
 def test_a_first_token_nobody_asked_for_is_a_contradiction() -> None:
     driver = Driver(replace(ORDER, sample=False))
     assert driver.tell(DONE) == [FenceSink(KEY)]
     driver = Driver(replace(ORDER, sample=False))
-    assert driver.tell(msgspec.structs.replace(DONE, first_token=-1)) == []
+    assert driver.tell(replace(DONE, first_token=-1)) == []
 
 
 def test_failing_reports_what_landed_without_a_gap() -> None:
@@ -386,7 +384,7 @@ def test_segments_follow_one_another_and_all_of_them_make_a_commit() -> None:
     assert driver.prepare[0].tag_count == 16  # type: ignore[attr-defined]
     for region in reversed(REGIONS):
         assert driver.tell(region) == [LandRegion(KEY, PEER, "zmq", region.tag, region)]
-    driver.tell(msgspec.structs.replace(DONE, regions=5))
+    driver.tell(replace(DONE, regions=5))
     for region in REGIONS[:-1]:
         assert isinstance(driver.tell(Landed(KEY, region.seq, region.nbytes, 0.0))[0], Ack)
     assert driver.tell(Landed(KEY, 4, 40, 0.0))[1] == Commit(key=KEY)
@@ -398,7 +396,7 @@ def test_a_hand_off_without_its_window_or_state_is_no_commit(missing: int) -> No
     for region in REGIONS[: missing - 1]:
         driver.tell(region)
         driver.tell(Landed(KEY, region.seq, region.nbytes, 0.0))
-    assert driver.tell(msgspec.structs.replace(DONE, regions=missing - 1)) == [FenceSink(KEY)]
+    assert driver.tell(replace(DONE, regions=missing - 1)) == [FenceSink(KEY)]
 
 
 def test_what_landed_of_a_hand_off_with_a_window_or_a_state_is_of_no_use_before_all_has() -> None:
@@ -444,7 +442,7 @@ LAYERED = replace(ORDER, segments=segments_of(KvLayout(4), 4, 15, layers={Compon
 
 
 def part(seq: int, part: int, first_unit: int, units: int, *, parts: int = 2, tail: int = 1) -> Chunk:
-    return msgspec.structs.replace(chunk(seq, first_unit, units), part=part, parts=parts, tail=tail)
+    return replace(chunk(seq, first_unit, units), part=part, parts=parts, tail=tail)
 
 
 PARTS = (chunk(0, 0, 1), part(1, 0, 1, 2), part(2, 1, 1, 1), part(3, 1, 2, 1))
@@ -456,7 +454,7 @@ def test_what_comes_by_layers_makes_a_commit_when_all_layers_have_landed() -> No
     assert driver.prepare[0].tag_count == 24  # type: ignore[attr-defined]
     for region in reversed(PARTS):
         assert driver.tell(region) == [LandRegion(KEY, PEER, "zmq", region.tag, region)]
-    driver.tell(msgspec.structs.replace(DONE, regions=4))
+    driver.tell(replace(DONE, regions=4))
     for seq in (2, 0, 3):
         assert isinstance(driver.tell(Landed(KEY, seq, 20, 0.0))[0], Ack)
     assert driver.tell(Landed(KEY, 1, 20, 0.0))[1] == Commit(key=KEY)
@@ -512,4 +510,4 @@ def test_a_part_of_the_layers_lets_more_pages_into_a_region() -> None:
 def test_where_no_token_was_asked_for_none_is_told() -> None:
     driver = Driver(replace(ORDER, sample=False))
     driver.tell(FIRST)
-    assert driver.tell(msgspec.structs.replace(DONE, first_token=-1)) == []
+    assert driver.tell(replace(DONE, first_token=-1)) == []

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from baton.common.ids import HandoffKey, Stamp
 from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step, Verdict
@@ -22,8 +23,7 @@ OutputT = TypeVar("OutputT")
 HISTORY_LENGTH = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Machine(Generic[StateT, InputT, OutputT]):
+class Machine(Struct, Generic[StateT, InputT, OutputT], frozen=True):
     """A session machine as values: what a book needs to drive it."""
 
     side: str  # "sink" | "source"
@@ -34,8 +34,7 @@ class Machine(Generic[StateT, InputT, OutputT]):
     peer: Callable[[StateT], Stamp]
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(Struct, frozen=True):
     """One line of recent history, for people."""
 
     now: float

@@ -18,7 +18,7 @@ compare and hash.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from baton.common.ids import HandoffKey, Stamp, WorkerId
 from baton.common.messages import Chunk, Failure, HandoffBody, Probe, ProbeReady
@@ -32,8 +32,7 @@ or its proven death) before it may free a page. In all other lanes the source ga
 # --------------------------------------------------------------------------------- out of the endpoint, both sides
 
 
-@dataclass(frozen=True, slots=True)
-class SendFrame:
+class SendFrame(Struct, frozen=True):
     """Send a control frame to the process (`worker`, `dst_epoch`). May be lost: the machines re-send."""
 
     worker: WorkerId
@@ -41,8 +40,7 @@ class SendFrame:
     body: HandoffBody | Probe | ProbeReady
 
 
-@dataclass(frozen=True, slots=True)
-class EngineEvent:
+class EngineEvent(Struct, frozen=True):
     """Tell the engine. In order; never lost."""
 
     event: SinkEvent | SourceEvent
@@ -51,8 +49,7 @@ class EngineEvent:
 # ------------------------------------------------------------------------------------------------- sink: effects
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareSink:
+class PrepareSink(Struct, frozen=True):
     """Choose the lane to `peer`, reserve staging, register the destination pages
     (`StagingHandler.register_decode_req`). Nothing has been offered yet. Region bytes will come under tags in
     [tag_base, tag_base + tag_count) and no others.
@@ -68,8 +65,7 @@ class PrepareSink:
     priority: int = 0  # smaller is sooner: of this hand-off's regions, and of its turn for slots
 
 
-@dataclass(frozen=True, slots=True)
-class LandRegion:
+class LandRegion(Struct, frozen=True):
     """Receive (or pull) the bytes of `chunk` under `tag`, compare size and digest, scatter them into the registered
     pages. Never more of these are open per key than slots are promised: `credit` at first, then what `Landed` adds.
 
@@ -82,16 +78,14 @@ class LandRegion:
     chunk: Chunk  # geometry already checked against the hand-off's segments
 
 
-@dataclass(frozen=True, slots=True)
-class FenceSink:
+class FenceSink(Struct, frozen=True):
     """The attempt is over: stop receiving and scattering, forget the registration, give the slots back (or quarantine
     them). Answer: `SinkFenced`. Comes at most once per key, also when `PrepareSink` has not been answered yet."""
 
     key: HandoffKey
 
 
-@dataclass(frozen=True, slots=True)
-class CloseSink:
+class CloseSink(Struct, frozen=True):
     """The hand-off is committed, every `LandRegion` has been answered: forget the registration, give the slots back.
     No answer."""
 
@@ -101,8 +95,7 @@ class CloseSink:
 # -------------------------------------------------------------------------------------------------- sink: events
 
 
-@dataclass(frozen=True, slots=True)
-class SinkPrepared:
+class SinkPrepared(Struct, frozen=True):
     """Registered; `credit` >= 1 staging slots are reserved for the hand-off. Each holds `region_units` >= 1 units:
     as many for each of its segments."""
 
@@ -113,8 +106,7 @@ class SinkPrepared:
     lane_gbps: float = 0.0  # lately, with this peer; 0.0: not known
 
 
-@dataclass(frozen=True, slots=True)
-class SinkNotPrepared:
+class SinkNotPrepared(Struct, frozen=True):
     """Cannot be done at all: no lane to this peer. Nothing is registered or reserved."""
 
     key: HandoffKey
@@ -122,8 +114,7 @@ class SinkNotPrepared:
     peer_lost: bool  # the peer is gone: choose another
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(Struct, frozen=True):
     """Region `seq` is verified and in the pages. `slots`: regions that may come beyond those promised so far. One:
     its slot is free again; none: the slot goes to a hand-off that waits; several: there is room."""
 
@@ -134,8 +125,7 @@ class Landed:
     slots: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RegionDamaged:
+class RegionDamaged(Struct, frozen=True):
     """Size or digest of region `seq` was wrong; no page but the region's own was touched; its slot is free for the
     second try."""
 
@@ -143,8 +133,7 @@ class RegionDamaged:
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class SinkLaneFailed:
+class SinkLaneFailed(Struct, frozen=True):
     """The lane broke for this hand-off. A fence will follow."""
 
     key: HandoffKey
@@ -152,8 +141,7 @@ class SinkLaneFailed:
     peer_lost: bool  # the transport saw the peer go
 
 
-@dataclass(frozen=True, slots=True)
-class SinkFenced:
+class SinkFenced(Struct, frozen=True):
     """Nothing of `key` writes any more."""
 
     key: HandoffKey
@@ -162,8 +150,7 @@ class SinkFenced:
 # ----------------------------------------------------------------------------------------------- source: effects
 
 
-@dataclass(frozen=True, slots=True)
-class SendRegion:
+class SendRegion(Struct, frozen=True):
     """Gather what `span` names of its units, compute size and digest, start sending the bytes under `tag`; on a direct
     lane without gathering, on a pull lane only compute size and digest. The Chunk frame is sent by the endpoint, when
     it hears `RegionReady`, and re-sent by it. Repeated for a damaged region, under a fresh tag.
@@ -179,8 +166,7 @@ class SendRegion:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FenceSource:
+class FenceSource(Struct, frozen=True):
     """Nothing more will be sent of this hand-off (it may have ended well or badly): stop gathering and sending, give
     the sending slots back (or quarantine them). Answer: `SourceFenced`. Comes exactly once per accepted key."""
 
@@ -190,8 +176,7 @@ class FenceSource:
 # ------------------------------------------------------------------------------------------------ source: events
 
 
-@dataclass(frozen=True, slots=True)
-class RegionReady:
+class RegionReady(Struct, frozen=True):
     """Region `seq` is gathered and digested and its sending under `tag` has begun: on a staged lane the shell needs the
     pages no longer."""
 
@@ -203,16 +188,14 @@ class RegionReady:
     gather_s: float = 0.0  # of the time since SendRegion: gathering and digesting
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLaneFailed:
+class SourceLaneFailed(Struct, frozen=True):
     """The lane broke for this hand-off. A fence will follow."""
 
     key: HandoffKey
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFenced:
+class SourceFenced(Struct, frozen=True):
     """Nothing in this process reads pages for `key` any more."""
 
     key: HandoffKey

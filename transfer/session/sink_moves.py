@@ -3,7 +3,7 @@ state and an event; `sink.py` says which of them belongs to which state."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from baton.common.ids import HandoffKey, RequestId, Stamp
 from baton.common.messages import (
@@ -41,23 +42,20 @@ from baton.transfer.session.step import (
 # ---------------------------------------------------------------------------------------------------- regions
 
 
-@dataclass(frozen=True, slots=True)
-class Arriving:
+class Arriving(Struct, frozen=True):
     """A LandRegion is open for it."""
 
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Damaged:
+class Damaged(Struct, frozen=True):
     """The first try was damaged; Nack has been sent and asks for the bytes under `tag`."""
 
     chunk: Chunk
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True):
     """Verified and in the pages."""
 
     chunk: Chunk
@@ -67,8 +65,7 @@ Region = Arriving | Damaged | Arrived
 Regions = tuple[Region | None, ...]  # by seq; None: not announced yet
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(Struct, frozen=True):
     """What has come in so far, and what it cost."""
 
     regions: Regions = ()
@@ -112,8 +109,7 @@ class Arrivals:
 # ----------------------------------------------------------------------------------------------------- states
 
 
-@dataclass(frozen=True, slots=True)
-class SinkOrder:
+class SinkOrder(Struct, frozen=True):
     """What the engine asked for; the same in all states."""
 
     key: HandoffKey
@@ -159,15 +155,13 @@ class SinkOrder:
         return place
 
 
-@dataclass(frozen=True, slots=True)
-class Preparing:
+class Preparing(Struct, frozen=True):
     """Waits for staging and a lane. The peer knows nothing."""
 
     order: SinkOrder
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(Struct, frozen=True):
     """Offer sent, and re-sent until anything of the source answers it."""
 
     order: SinkOrder
@@ -175,8 +169,7 @@ class Offered:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Receiving:
+class Receiving(Struct, frozen=True):
     """The source has the offer; regions land. `done` once the source has said that all are announced."""
 
     order: SinkOrder
@@ -200,8 +193,7 @@ class Receiving:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(Struct, frozen=True):
     """Over, and the fence is asked for. `offered`: the peer may know of the attempt, so it must be told. `lane`: ""
     when none was chosen yet."""
 
@@ -213,15 +205,13 @@ class Draining:
     arrivals: Arrivals
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Struct, frozen=True):
     """Terminal: the engine has the pages. Kept to answer a source that did not hear of it."""
 
     order: SinkOrder
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Struct, frozen=True):
     """Terminal for the engine; Cancel is re-sent until Cancelled."""
 
     order: SinkOrder
@@ -229,8 +219,7 @@ class Aborted:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Struct, frozen=True):
     """Terminal: nobody is owed anything. Kept to answer late frames."""
 
     order: SinkOrder

@@ -16,8 +16,9 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from baton.common.ids import Stamp
 from baton.common.messages import (

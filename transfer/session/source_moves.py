@@ -3,8 +3,9 @@ event; `source.py` says which of them belongs to which state."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar, assert_never
+
+from msgspec.structs import replace
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import (
@@ -42,31 +42,27 @@ from baton.transfer.session.step import (
 # ---------------------------------------------------------------------------------------------------- regions
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(Struct, frozen=True):
     """Waits for credit."""
 
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
+class Gathering(Struct, frozen=True):
     """A SendRegion is open for it."""
 
     span: Span
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class Announced:
+class Announced(Struct, frozen=True):
     """Its bytes are on their way; the Chunk is re-sent until Ack."""
 
     span: Span
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Acked:
+class Acked(Struct, frozen=True):
     """In the sink's pages."""
 
     span: Span
@@ -79,8 +75,7 @@ Regions = tuple[Region, ...]  # by seq
 # ----------------------------------------------------------------------------------------------------- states
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTerms:
+class SourceTerms(Struct, frozen=True):
     """What the offer fixed; the same in all states."""
 
     key: HandoffKey
@@ -95,16 +90,14 @@ class SourceTerms:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(Struct, frozen=True):
     """The engine has the offer and has shipped nothing yet."""
 
     terms: SourceTerms
     credit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
+class Sending(Struct, frozen=True):
     """Regions go out as credit allows. `result` once the engine has finished, while some are not announced yet."""
 
     terms: SourceTerms
@@ -114,8 +107,7 @@ class Sending:
     resend_at_s: float  # counts only while a region is Announced
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitingAck:
+class AwaitingAck(Struct, frozen=True):
     """All is announced; Done is re-sent until Commit or Cancel, and so is what was not acknowledged."""
 
     terms: SourceTerms
@@ -124,23 +116,20 @@ class AwaitingAck:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Releasing:
+class Releasing(Struct, frozen=True):
     """Committed over there; the fence is asked for."""
 
     terms: SourceTerms
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelling:
+class Cancelling(Struct, frozen=True):
     """Over, and the peer is proven to have stopped; the fence is asked for."""
 
     terms: SourceTerms
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Failing:
+class Failing(Struct, frozen=True):
     """Given up here, the peer is told; the fence is asked for. `read_by_peer`: it may be pulling from the pages."""
 
     terms: SourceTerms
@@ -149,8 +138,7 @@ class Failing:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Struct, frozen=True):
     """Fenced here, but the peer may still read: Failed is re-sent until it proves that it does not (T2)."""
 
     terms: SourceTerms
@@ -158,15 +146,13 @@ class Quarantined:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Struct, frozen=True):
     """Terminal: the sink has the KV, the engine its pages."""
 
     terms: SourceTerms
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Struct, frozen=True):
     """Terminal for the engine; Failed is re-sent until Cancel."""
 
     terms: SourceTerms
@@ -174,16 +160,14 @@ class Aborted:
     resend_at_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Struct, frozen=True):
     """Terminal: nothing of the attempt is left. Also what a Cancel before its Offer leaves behind."""
 
     key: HandoffKey
     peer: Stamp
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Terminal: never taken on. Kept so that a duplicate of the offer gets the same answer."""
 
     peer: Stamp

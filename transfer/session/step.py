@@ -6,11 +6,11 @@ Owns no state. A transition is `(state, event, now, rules) -> Step`; it never wa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import Struct, field
 
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure
@@ -32,8 +32,7 @@ class ImpossibleTransition(AssertionError):
     Never raised by a peer's frame: whatever a peer sends is legal, stale, or a reason to end the hand-off."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step(Generic[StateT, EffectT]):
+class Step(Struct, Generic[StateT, EffectT], frozen=True):
     """The outcome of one transition: the next state and what to do, in order."""
 
     state: StateT
@@ -41,8 +40,7 @@ class Step(Generic[StateT, EffectT]):
     effects: tuple[EffectT, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRules:
+class SessionRules(Struct, frozen=True):
     """Settings of the machines; the same for all hand-offs of a process."""
 
     page_size: int
@@ -69,21 +67,17 @@ def for_the_wire(failure: Failure) -> Failure:
 # --------------------------------------------------------------------------------------- clockwork and liveness
 
 
-@dataclass(frozen=True, slots=True)
-class ResendDue:
+class ResendDue(Struct, frozen=True):
     """What was sent last has not been answered for `resend_after_s`."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(Struct, frozen=True):
     """The hand-off has run out of time."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSilent:
+class PeerSilent(Struct, frozen=True):
     """Nothing was heard of the peer for `dead_after_s`: give up on it. It may still read: this is no proof."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDead:
+class PeerDead(Struct, frozen=True):
     """The peer's process is proven dead: it reads and sends nothing any more."""
