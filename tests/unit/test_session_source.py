@@ -83,8 +83,8 @@ class Driver:
         received = OfferReceived(KEY, PEER, RequestId("r"), tokens, 4, True, SamplingParams(), 30.0)
         first = accept_offer(terms, credit, received)
         assert first.effects == (
-            SendFrame(PEER.worker, PEER.epoch, Accept(key=KEY)),
             EngineEvent(received),
+            SendFrame(PEER.worker, PEER.epoch, Accept(key=KEY)),
         )
         self.state: SourceState = first.state
         self.lane, self.verdict = lane, Verdict.MOVE

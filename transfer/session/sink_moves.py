@@ -163,7 +163,8 @@ def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
         scatter_s=arrivals.scatter_s,
     )
     commit = to_peer(order, Commit(key=order.key))
-    return Step(Committed(order), Verdict.MOVE, (CloseSink(order.key), commit, EngineEvent(committed)))
+    # The engine waits for this, the source only wants its pages back.
+    return Step(Committed(order), Verdict.MOVE, (CloseSink(order.key), EngineEvent(committed), commit))
 
 
 def take_damaged(state: Receiving, event: RegionDamaged, now: float, rules: SessionRules) -> SinkStep:

@@ -126,7 +126,7 @@ __all__ = [
 def accept_offer(terms: SourceTerms, credit: int, received: OfferReceived) -> SourceStep:
     """The first step of a hand-off: the endpoint has found nothing against the offer."""
     accept = to_peer(terms, Accept(key=terms.key))
-    return Step(Accepted(terms, credit), Verdict.MOVE, (accept, EngineEvent(received)))
+    return Step(Accepted(terms, credit), Verdict.MOVE, (EngineEvent(received), accept))
 
 
 def source_peer(state: SourceState) -> Stamp:

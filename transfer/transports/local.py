@@ -15,6 +15,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from baton.common.engine.batch import KvMemory
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
@@ -86,7 +88,7 @@ class LocalTransport:
             return PullFailed("the link is not open", peer_lost=False)
         theirs, ours = known[source.component], self._pools[target.component].rows
         for rows, pool in ((source, theirs.rows), (target, ours)):
-            if len(rows.units) and not (rows.units.min() >= 0 and rows.units.max() < len(pool)):
+            if len(rows.units) and int(rows.units.view(np.uint32).max()) >= len(pool):  # negative ones are large
                 return PullFailed("a unit outside of the pool", peer_lost=False)
             assert 0 <= rows.begin < rows.end <= pool.shape[1], rows
         if len(source.units) != len(target.units) or source.row_bytes != target.row_bytes:
