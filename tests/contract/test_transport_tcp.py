@@ -20,7 +20,7 @@ from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import FenceSource, SinkLaneFailed, SourceFenced
 from baton.transfer.testing import TransportContract
 from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, random_pool
-from baton.transfer.transports import tcp
+from baton.transfer.transports import tcp, tcp_source
 from baton.transfer.transports.base import Ended, LinkDown, LinkUp, Placed, Rows, Sent, TransportEvent, WakeSource
 from baton.transfer.transports.tcp import TcpTransport
 from baton.transfer.transports.tcp_parts import (
@@ -32,9 +32,12 @@ from baton.transfer.transports.tcp_parts import (
     PROOF_BYTES,
     SPOILED,
     WHOLE,
+    Gone,
     Prover,
     RegionMemory,
     TcpFrame,
+    region_out,
+    region_spoiled,
 )
 
 SECRET = "ab" * 32
@@ -360,10 +363,10 @@ def test_a_region_given_up_on_its_way_is_told_from_a_whole_one_and_the_next_is_w
 @pytest.mark.parametrize("heard", [1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 3 * PAGE_BYTES + FRAME_BYTES + 4])
 def test_padding_fits_wherever_a_region_is_given_up(heard: int) -> None:
     pieces = [memoryview(b"\7" * PAGE_BYTES)] * 3
-    region = tcp.region_out(5, pieces)
+    region = region_out(5, pieces)
     wire = b"".join(region.next())
     region.done = heard
-    rest = tcp.region_spoiled(5, region)
+    rest = region_spoiled(5, region)
     padded = wire[:heard]
     while rest.left:
         part = b"".join(rest.next())
@@ -579,9 +582,9 @@ def test_who_proves_to_be_back_takes_the_place_of_the_connection_before(source: 
 def test_a_welcome_meant_for_another_connection_is_not_believed() -> None:
     prover, other = Prover(SINK, SECRET), Prover(SOURCE, SECRET)
     one, two = prover.hello(SOURCE, 0), prover.hello(SOURCE, 0)
-    with pytest.raises(tcp.Gone):
+    with pytest.raises(Gone):
         prover.proof(SOURCE, one, other.welcome(two))
-    with pytest.raises(tcp.Gone):
+    with pytest.raises(Gone):
         prover.proof(SOURCE, one, Prover(successor_of(SOURCE), SECRET).welcome(one))
 
 
@@ -597,9 +600,9 @@ def test_a_link_to_an_earlier_process_at_the_address_does_not_come_up(sink: Side
 
 @pytest.mark.parametrize("said", [b"", b"\0" * 100])
 def test_who_proves_nothing_is_turned_away_in_time(said: bytes, source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "PROVE_WITHIN_S", 0.05)
-    monkeypatch.setattr(tcp, "_LATE_CHECK_S", 0.05)
-    source.lane._late_check_s = 0.0  # not in a second
+    monkeypatch.setattr(tcp_source, "PROVE_WITHIN_S", 0.05)
+    monkeypatch.setattr(tcp_source, "LATE_CHECK_S", 0.05)
+    source.lane._source._late_check_s = 0.0  # not in a second
     raw = RawSink(source)
     raw.socket.sendall(said)
     assert refused(source, raw)
@@ -608,7 +611,7 @@ def test_who_proves_nothing_is_turned_away_in_time(said: bytes, source: Side, mo
 def test_callers_that_prove_nothing_push_each_other_out_and_nobody_else(
     sink: Side, source: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "MAX_UNPROVEN", 3)
+    monkeypatch.setattr(tcp_source, "MAX_UNPROVEN", 3)
     connect(sink, source)
     callers = [RawSink(source) for _ in range(6)]
     assert until(lambda: source.lane.stray == 3, source)
@@ -641,7 +644,7 @@ def test_a_receiver_that_talks_nonsense_is_hung_up_on(frames: list[TcpFrame], so
 
 
 def test_a_receiver_that_asks_for_too_much_is_hung_up_on(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MAX_ASKED", 100)
+    monkeypatch.setattr(tcp_source, "MAX_ASKED", 100)
     raw = RawSink(source).prove()
     raw.socket.sendall(b"".join(TcpFrame(ASK, tag, 0).pack() for tag in range(101)))
     assert raw.hear(1) == b""
