@@ -140,3 +140,55 @@ def test_a_launch_starts_nothing_above_an_open_run_directory(tmp_path: Path, mon
     monkeypatch.setattr(launch, "_connect", lambda *_: pytest.fail("connected to Ray"))
     with pytest.raises(ConfigError, match="is open to other users"):
         launch.launch(ClusterConfig())
+
+
+LOADING = """
+import gc, os, sys, threading
+from baton.common.config import ClusterConfig
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.transfer.actor import ProcessActor
+from baton.transfer.io import IoThread
+from baton.transfer.process import ProcessSpec
+
+class Loads:
+    def load(self, say):
+        self.model = [[number] for number in range(100_000)]
+        return IoThread(Stamp(WorkerId("gateway-0"), 1, Epoch(1)), "gateway", ClusterConfig(), None, None, delivered)
+
+    def serve(self):
+        pass
+
+def delivered(event):
+    pass
+
+class Actor(ProcessActor):
+    def make_process(self, spec):
+        return Loads()
+
+    def _say(self, step):
+        if step == "registering":
+            print(gc.get_freeze_count() > 100_000, flush=True)
+            os._exit(0)
+
+Actor(
+    ProcessSpec(
+        worker=WorkerId("gateway-0"),
+        role="gateway",
+        incarnation=1,
+        controller_address="tcp://127.0.0.1:9",
+        keys=None,
+        config=ClusterConfig(),
+        cores=(),
+        run_dir=sys.argv[1],
+    )
+)
+threading.Event().wait()
+"""
+
+
+def test_what_was_loaded_is_no_business_of_the_garbage_collector(tmp_path: Path) -> None:
+    """A full collection over all that a model brings stops every thread for a tenth of a second."""
+    child = subprocess.run(
+        [sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=50
+    )
+    assert child.stdout.splitlines()[-1:] == ["True"], child.stderr
