@@ -188,7 +188,5 @@ threading.Event().wait()
 
 def test_what_was_loaded_is_no_business_of_the_garbage_collector(tmp_path: Path) -> None:
     """A full collection over all that a model brings stops every thread for a tenth of a second."""
-    child = subprocess.run(
-        [sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=50
-    )
+    child = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=50)
     assert child.stdout.splitlines()[-1:] == ["True"], child.stderr
