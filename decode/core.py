@@ -33,6 +33,7 @@ from baton.common.ids import SessionId, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
 from baton.common.kv.prefix.interface import I32
+from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import PagesRestored, PagesStored, StorePages, TierCommand
 from baton.common.kv.tiers.keys import PageKeys
 from baton.common.messages import (
@@ -673,6 +674,10 @@ class DecodeCore:
             if request.kv is not None:
                 yield Holding(_owner_class(request.state), f"{request.key[0]}#{request.key[1]}", request.kv)
         yield from self._sessions.holdings()
+
+    def records(self) -> list[ReqKvInfo]:
+        records = [record for request in self._requests.values() if (record := request.kv) is not None]
+        return [*records, *self._sessions.records()]
 
     @property
     def idle(self) -> bool:

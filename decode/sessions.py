@@ -115,3 +115,6 @@ class Sessions:
     def holdings(self) -> Iterable[Holding]:
         for slot in self._slots.values():
             yield Holding(OwnerClass.SESSION, slot.session_id, slot.record)
+
+    def records(self) -> list[ReqKvInfo]:
+        return [slot.record for slot in self._slots.values()]

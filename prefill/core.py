@@ -40,6 +40,7 @@ from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
+from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Failure, Load
 from baton.common.units import pages_for_tokens
 from baton.prefill.grace import KeptRequests, is_receiver_lost, serves
@@ -437,13 +438,19 @@ class PrefillCore:
         )
 
     def holdings(self) -> Iterable[Holding]:
-        launched = (request for request, _ in self._launched.values() if isinstance(request.state, Ended))
-        returning = (request for request in self._returns if isinstance(request.state, Ended))
-        for request in [*self._requests.values(), *self._kept, *launched, *returning]:
+        for request in self._holders():
             if request.kv is not None:
                 written = self._returns.holds(request)
                 owner = OwnerClass.INCOMING if written else owner_class(request.state)
                 yield Holding(owner, str(request.offer.key), request.kv)
+
+    def records(self) -> list[ReqKvInfo]:
+        return [record for request in self._holders() if (record := request.kv) is not None]
+
+    def _holders(self) -> list[SourceRequest]:
+        launched = [request for request, _ in self._launched.values() if isinstance(request.state, Ended)]
+        returning = [request for request in self._returns if isinstance(request.state, Ended)]
+        return [*self._requests.values(), *self._kept, *launched, *returning]
 
     @property
     def idle(self) -> bool:

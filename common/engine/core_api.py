@@ -13,6 +13,7 @@ from typing import Protocol
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.ids import Stamp, WorkerId
 from baton.common.kv.census import Holding
+from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Body, Load, Member
 
 
@@ -70,6 +71,10 @@ class EngineCore(Protocol):
     def load(self) -> Load: ...
 
     def holdings(self) -> Iterable[Holding]: ...
+
+    def records(self) -> list[ReqKvInfo]:
+        """Those of `holdings`, for who looks often."""
+        ...
 
     @property
     def idle(self) -> bool: ...

@@ -67,6 +67,12 @@ class PageAllocator:
         """A copy, in no particular order."""
         return self._stack[: self.free_pages].copy()
 
+    @property
+    def memory(self) -> tuple[I32, npt.NDArray[np.bool_]]:
+        """The stack, of which the first `free_pages` entries count, and the marks: to be read. Where they lie never
+        changes."""
+        return self._stack, self._is_free
+
     def check(self) -> None:
         """Raises OwnershipError unless stack and marks say the same."""
         on_stack: npt.NDArray[np.bool_] = np.zeros_like(self._is_free)

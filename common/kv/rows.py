@@ -65,6 +65,16 @@ class RowTable:
         """A read-only view of live entries: valid until the row changes. Copy what outlives the step."""
         return self._readable[row, first_page:end_page]
 
+    @property
+    def table(self) -> I32:
+        """All entries, read-only; where they lie never changes."""
+        return self._readable
+
+    @property
+    def marks(self) -> bytes:
+        """Of each row, 1 if it is taken."""
+        return bytes(self._taken)
+
     def taken_rows(self) -> list[int]:
         return [row for row, taken in enumerate(self._taken) if taken]
 

@@ -20,6 +20,7 @@ from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner,
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
@@ -99,7 +100,7 @@ class WorkerProcess(MemberProcess):
         super().__init__(world, stamp, role)
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
         self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
-        self._checker = InvariantChecker()
+        self._checker = StepChecker(self.pool, self.core.holdings)
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
         self._stages: Generator[int, None, FakeTicket] | None = None  # of the step, where it reports layers
@@ -135,7 +136,7 @@ class WorkerProcess(MemberProcess):
         if due_s is not None and due_s <= now:
             self._post(core.on_timer(now))
         self._computing = batch = core.next_batch(now)
-        self.check()
+        self._checker.check(core.records())
         if batch is None:
             self._engine_timer.want(core.next_deadline())
             return
@@ -152,13 +153,13 @@ class WorkerProcess(MemberProcess):
         layers = next(self._stages)
         self.world.probe("layers_over", (self, layers))
         self._post(self.core.on_layers(layers, self.schedule.now))
+        self._checker.check(self.core.records())
 
     def _step_over(self) -> None:
         assert self._computing is not None
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
         self._post(self.core.on_step(result, self.schedule.now))
-        self.check()
         self._turn()
 
     def _post(self, effects: Iterable[object]) -> None:
@@ -173,8 +174,8 @@ class WorkerProcess(MemberProcess):
         return schedule.now + schedule.rng.random() * self._settings.thread_hop_s
 
     def check(self) -> None:
-        """All KV invariants of this worker."""
-        self._checker.check(self.pool, self.core.holdings())
+        """All KV invariants of this worker, by the walk that explains what it finds."""
+        InvariantChecker().check(self.pool, self.core.holdings())
 
     # -------------------------------------------------------------------------------------- I/O thread
 

@@ -17,6 +17,7 @@ from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
+from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.names import PrefixCacheName
@@ -161,6 +162,7 @@ class Engine:
 
     def check(self) -> None:
         InvariantChecker().check(self.pool, self.core.holdings())
+        assert StepChecker(self.pool, self.core.holdings).broken_rule(self.core.records()) == ""
 
     def _checked(self, effects: list[object]) -> list[object]:
         self.check()

@@ -9,6 +9,7 @@ from baton.common.clock import VirtualClock
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.kv.census import Census, Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker, InvariantViolation, who_holds
+from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool, PreAllocated
 from baton.common.kv.record import ReqKvInfo, take_kv
@@ -44,8 +45,11 @@ class World:
         return self.a.kv
 
     def violation(self, holdings: list[Holding] | None = None) -> str:
+        held = self.holdings() if holdings is None else holdings
         with pytest.raises(InvariantViolation) as caught:
-            InvariantChecker().check(self.pool, self.holdings() if holdings is None else holdings)
+            InvariantChecker().check(self.pool, held)
+        found = StepChecker(self.pool, lambda: held).broken_rule([one.record for one in held])
+        assert found, "the compiled checks find nothing"
         return str(caught.value)
 
 

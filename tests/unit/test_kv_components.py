@@ -9,6 +9,7 @@ from baton.common.clock import VirtualClock
 from baton.common.errors import RequestError
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker, InvariantViolation, who_holds
+from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import Extended, KvPool, PreAllocated, RefusalReason, Refused
@@ -44,7 +45,9 @@ def seq(length: int, start: int = 0) -> list[int]:
 
 
 def check(pool: KvPool, *holders: Holder) -> None:
-    InvariantChecker().check(pool, [Holding(OwnerClass.REQUEST, f"h{i}", h.kv) for i, h in enumerate(holders) if h.kv])
+    held = [Holding(OwnerClass.REQUEST, f"h{i}", h.kv) for i, h in enumerate(holders) if h.kv]
+    InvariantChecker().check(pool, held)
+    assert StepChecker(pool, lambda: held).broken_rule([one.record for one in held]) == ""
 
 
 def filled(pool: KvPool, tokens: list[int], until: int | None = None, step: int = 8) -> Holder:
@@ -315,6 +318,7 @@ def test_the_checker_finds_what_is_wrong_with_a_window_or_a_state() -> None:
     def message(pool: KvPool, holder: Holder) -> str:
         with pytest.raises(InvariantViolation) as caught:
             check(pool, holder)
+        assert StepChecker(pool, list).broken_rule([holder.record]), "the compiled checks find nothing"
         return str(caught.value)
 
     pool, holder = broken(SWA)

@@ -88,8 +88,21 @@ class Reply(ctypes.Structure):
     error: bytes
 
 
+class PoolMemory(ctypes.Structure):
+    """`Pool` in csrc/audit.h, field for field."""
+
+    _fields_: ClassVar = [
+        ("stack", c_void_p * 3),
+        ("is_free", c_void_p * 3),
+        ("total", c_int64 * 3),
+        ("full_rows", c_void_p),
+        ("swa_rows", c_void_p),
+        *((name, c_int64) for name in ("max_rows", "max_pages", "max_context_len")),
+    ]
+
+
 _Function = Callable[..., int]
-_Type = type[c_int64] | type[c_void_p]
+_Type = type[c_int64] | type[c_void_p] | type[c_char_p]
 
 
 @final
@@ -114,7 +127,8 @@ class CompiledLibrary:
         self.evict = self._function("evict", c_int64, c_void_p, c_int64, c_int64)
         self.cached = self._function("cached", c_int64, c_void_p)
         self.dump = self._function("dump", c_int64, c_void_p)
-        for name, mirror in (("reply_bytes", Reply), ("books_bytes", Books)):
+        self.audit = self._function("audit", c_int64, c_void_p, c_void_p, c_void_p, c_char_p)
+        for name, mirror in (("reply_bytes", Reply), ("books_bytes", Books), ("pool_bytes", PoolMemory)):
             assert self._function(name, c_int64)() == ctypes.sizeof(mirror), f"{mirror} differs in C++ and Python"
 
     def _function(self, name: str, result: _Type | None, *arguments: _Type) -> _Function:

@@ -203,6 +203,15 @@ class RadixCacheCpp:
 
     # ------------------------------------------------------------------------------------------ inside
 
+    @property
+    def compiled(self) -> CompiledTree:
+        """For the compiled checks."""
+        return self._tree
+
+    def node_of(self, lease: PrefixLease) -> int:
+        """Its handle. Raises OwnershipError for a lease that is not this cache's, or is over."""
+        return self._node_of(lease)
+
     def _node_of(self, lease: PrefixLease) -> int:
         if not isinstance(lease, _Lease) or not lease.live or lease.tree is not self._tree:
             raise OwnershipError(f"a lease over {lease.length} tokens is used after its end, or in another cache")

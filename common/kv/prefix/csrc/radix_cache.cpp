@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "audit.h"
 #include "page_tree.h"
 
 using namespace baton;
@@ -374,5 +375,9 @@ int64_t baton_radix_cached(RadixCache* cache) {
 }
 int64_t baton_radix_dump(RadixCache* cache) {
     return cache->guarded([&] { cache->dump(); });
+}
+int64_t baton_radix_pool_bytes() { return sizeof(Pool); }
+int64_t baton_radix_audit(RadixCache* cache, const Pool* pool, const int64_t* numbers, const uint8_t* taken) {
+    return cache->guarded([&] { Audit(cache->tree, *pool).check(numbers, taken); });
 }
 }
