@@ -12,7 +12,7 @@ from baton.common.kv.layout import Component
 from baton.common.units import format_bytes
 from baton.deploy.client import Answer, Client
 from baton.deploy.show_handoffs import print_flows
-from baton.deploy.show_parts import account_of, make_table
+from baton.deploy.show_parts import account_of, make_table, print_table
 from baton.deploy.status import GatewayStatus, WorkerAccount
 from baton.transfer.reports import HandoffTimes
 
@@ -55,7 +55,8 @@ def print_status(status: GatewayStatus, console: Console) -> None:
     ready = "ready" if status.ready else f"[red]not ready: {status.reason}[/]"
     console.print(
         f"[bold]{status.model}[/], at most {status.max_model_len} tokens; baton {status.version}; {ready}; "
-        f"{status.requests.running} requests running, {status.requests.queued} waiting\n"
+        f"{status.requests.running} running, {status.requests.queued} waiting\n",
+        soft_wrap=True,
     )
     table = make_table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages available", ">of")
     for worker in status.workers:
@@ -65,7 +66,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         table.add_row(
             f"{worker.worker}@{worker.incarnation}", state, str(load.running), str(load.queued), str(load.steps), *pages
         )
-    console.print(table)
+    print_table(table, console)
     if status.lanes:
         console.print()
         print_lanes(status, console)
@@ -77,11 +78,11 @@ def print_status(status: GatewayStatus, console: Console) -> None:
 
 def print_lanes(status: GatewayStatus, console: Console) -> None:
     """The lane of each pair of workers, and what it has carried."""
-    table = make_table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes")
+    table = make_table("Lanes", "from", "to", "lane", ">hand-offs", ">bytes", "other lanes, GB/s")
     for use in status.lanes:
         others = [
-            f"{lane.lane} {lane.status}"
-            + (f" ({lane.reason})" if lane.reason else f" ({lane.gbps:.1f} GB/s)" if lane.gbps else "")
+            f"{lane.lane} {f'{lane.gbps:.2f}' if lane.gbps and not lane.reason else lane.status}"
+            + (f" ({lane.reason})" if lane.reason else "")
             for lane in account_of(status, use.decode_worker).lanes
             if lane.peer == use.prefill_worker and lane.lane != use.lane
         ]
@@ -93,7 +94,7 @@ def print_lanes(status: GatewayStatus, console: Console) -> None:
             format_bytes(use.nbytes),
             ", ".join(others),
         )
-    console.print(table)
+    print_table(table, console)
 
 
 def print_census(status: GatewayStatus, console: Console) -> None:
@@ -112,7 +113,7 @@ def print_census(status: GatewayStatus, console: Console) -> None:
             lost = unaccounted(census)
             verdict = f"[red]{lost} LOST[/]" if lost else "idle" if is_idle(census) else "in use"
             table.add_row(name, *(str(census[one]) for one in PAGE_CLASSES), str(census["total"]), verdict)
-    console.print(table)
+    print_table(table, console)
     _print_tiers(status, console)
     if all_idle(status):
         console.print("[green]Every page of every worker is free or cached.[/]")
@@ -130,7 +131,7 @@ def _print_tiers(status: GatewayStatus, console: Console) -> None:
                 used, capacity, *counts = (counters[f"tiers.{level}.{name}"] for name in LEVEL_COUNTERS)
                 table.add_row(worker.worker, level, format_bytes(used), format_bytes(capacity), *map(str, counts))
     if table.row_count:
-        console.print(table)
+        print_table(table, console)
 
 
 def is_idle(census: dict[str, int]) -> bool:
@@ -192,12 +193,12 @@ def print_timings(answers: Sequence[tuple[str, Answer]], console: Console) -> No
             time.prefill_worker or "-",
             time.decode_worker,
         )
-    console.print(times)
+    print_table(times, console)
     console.print(
         "[dim]Chunks travel while later ones are computed: prefill and transfer overlap.\n"
         "first: until the first token; out: tokens of the answer.[/]\n"
     )
-    console.print(moves)
+    print_table(moves, console)
     console.print(
         "[dim]prompt = here + cached + moved. here: computed by the decode worker;\n"
         "cached: it had them, or a tier below its pool.\n"
@@ -252,13 +253,16 @@ def timing_line(answer: Answer) -> str:
         f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)",
         f"first token {_ms(answer.ttft_s or 0.0)}",
         f"queue {_ms(time.queue_s)}",
-        f"prefill {_ms(time.prefill_s)}",
     ]
     if time.lane:
-        parts.append(f"transfer {format_bytes(time.transfer_bytes)} in {_ms(time.transfer_s)} over {time.lane}")
+        moved = f"{format_bytes(time.transfer_bytes)} over {time.lane}"
+        parts.append(f"hand-off {_ms(time.handoff_s)}, of it prefill {_ms(time.prefill_s)}: {moved}")
+    else:
+        parts.append(f"prefill {_ms(time.prefill_s)}")
     parts.append(f"decode {_ms(time.decode_s)} for {answer.completion_tokens} tokens")
     if answer.placements > 1:
         parts.append(f"{answer.placements} decode workers")
+    parts.append(f"request {answer.request_id}")
     return " · ".join(parts)
 
 

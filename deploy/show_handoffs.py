@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.common.histogram import quantile_s
 from baton.common.units import format_bytes
-from baton.deploy.show_parts import account_of, make_table, short_ms
+from baton.deploy.show_parts import account_of, make_table, print_table, short_ms
 from baton.deploy.status import GatewayStatus, WorkerView
 from baton.transfer.reports import Flow, HandoffTimes
 
@@ -27,7 +27,7 @@ def print_flows(status: GatewayStatus, console: Console) -> None:
                 )
     if table.row_count:
         console.print()
-        console.print(table)
+        print_table(table, console)
         console.print(
             "[dim]p50, p99: asked for until committed, computing included; tail: after that.\n"
             "wait: for a lane and staging, on average; again: frames, regions sent twice;\n"
@@ -77,7 +77,7 @@ def print_handoffs(worker: str, handoffs: Sequence[HandoffTimes], console: Conso
             format_bytes(one.nbytes),
             *(short_ms(one.marks.get(mark)) for mark in (*shown, "over")),
         )
-    console.print(table)
+    print_table(table, console)
     for one in handoffs:
         if one.outcome == "failed":
             console.print(f"{one.request_id[:8]} failed: {one.reason}", markup=False)
@@ -98,7 +98,7 @@ def print_handoff(one: HandoffTimes, console: Console) -> None:
     rows += [(at_s, (mark, short_ms(at_s), "", "")) for mark, at_s in one.marks.items()]
     for _, row in sorted(rows, key=lambda each: each[0]):
         table.add_row(*row)
-    console.print(table)
+    print_table(table, console)
     if one.resent_frames or one.damaged_regions or one.stalls:
         console.print(
             f"{one.resent_frames} frames sent again, {one.damaged_regions} regions asked for twice, "

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from baton.deploy.status import GatewayStatus, WorkerAccount
+
+UNBOUNDED_COLUMNS = 1000
 
 
 def account_of(status: GatewayStatus, worker: str) -> WorkerAccount:
@@ -26,3 +30,10 @@ def make_table(title: str, *columns: str) -> Table:
         right = column.startswith(">")
         table.add_column(column.lstrip(">"), justify="right" if right else "left", header_style="dim", no_wrap=True)
     return table
+
+
+def print_table(table: Table, console: Console) -> None:
+    """As wide as it needs to be: where that is wider than the terminal its lines are broken, but no number is cut."""
+    unbounded = console.options.update(max_width=UNBOUNDED_COLUMNS)
+    table.width = Measurement.get(console, unbounded, table).maximum
+    console.print(table, crop=False)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from baton.common.messages import Load, Timeline
 from baton.deploy.client import Answer
-from baton.deploy.show import Wrapped, all_accounted, all_idle, print_census, print_status, print_timings, timing_line
+from baton.deploy.show import (
+    Wrapped,
+    all_accounted,
+    all_idle,
+    print_census,
+    print_lanes,
+    print_status,
+    print_timings,
+    timing_line,
+)
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 
 IDLE = {
@@ -21,7 +31,11 @@ IDLE = {
 
 def status_with(**decode_pages: int) -> GatewayStatus:
     censuses = {"prefill-0": IDLE, "decode-0": {**IDLE, **decode_pages}}
-    lanes = [{"peer": "prefill-0", "lane": "ucx", "status": "down", "reason": "no ucxx"}]
+    lanes = [
+        {"peer": "prefill-0", "lane": "ucx", "status": "down", "reason": "no ucxx"},
+        {"peer": "prefill-0", "lane": "tcp", "status": "up", "gbps": 0.28},
+        {"peer": "prefill-0", "lane": "zmq", "status": "up"},
+    ]
     return GatewayStatus(
         version="1",
         model="some-model",
@@ -50,6 +64,7 @@ def status_with(**decode_pages: int) -> GatewayStatus:
 def answer() -> Answer:
     timeline = Timeline(
         queue_s=0.0123,
+        handoff_s=1.6,
         prefill_s=1.5,
         transfer_s=0.1,
         decode_s=2.0,
@@ -77,15 +92,28 @@ def shown_by(show: object, *values: object) -> str:
 
 def test_status_fits_a_terminal() -> None:
     shown = shown_by(print_status, status_with())
-    for word in ("some-model", "decode-0@2", "prefill-0", "local", "1.0 GiB", "ucx down (no ucxx)", "free or cached"):
+    for word in ("some-model", "decode-0@2", "prefill-0", "local", "1.0 GiB", "free or cached"):
         assert word in shown
+    assert "ucx down (no ucxx), tcp 0.28, zmq up" in shown
+
+
+def test_what_does_not_fit_a_terminal_is_not_cut() -> None:
+    status = status_with()
+    use = msgspec.structs.replace(status.lanes[0], decode_worker="decode-0", lane="x" * 70)
+    out = io.StringIO()
+    print_lanes(msgspec.structs.replace(status, lanes=[use]), Console(file=out, width=80))
+    assert "…" not in out.getvalue()
+    for word in ("prefill-0", "decode-0", "x" * 70, "12", "1.0 GiB", "tcp 0.28"):
+        assert word in out.getvalue()
 
 
 def test_timings_fit_a_terminal() -> None:
     shown = shown_by(print_timings, [("follow-up", answer()), ("summary", answer())])
     for word in ("12.3", "1500.0", "123.0 MiB", "prefill-10", "decode-12", "3000", "50"):
         assert word in shown
-    assert "123.0 MiB in 100.0 ms over local" in timing_line(answer())
+    line = timing_line(answer())
+    assert "hand-off 1.60 s, of it prefill 1.50 s: 123.0 MiB over local" in line
+    assert line.endswith("request id")
 
 
 def test_where_the_prompt_came_from_adds_up() -> None:
