@@ -39,7 +39,8 @@ Port = Annotated[int | None, typer.Option(help="0: any free port.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Any setting, as group.name=value. May be repeated.", metavar="K=V")
+    list[str] | None,
+    typer.Option("--set", help="Any setting of common/config.py, as group.name=value. May be repeated.", metavar="K=V"),
 ]
 RayAddress = Annotated[str | None, typer.Option(help="An existing Ray cluster; without: one on this machine.")]
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
@@ -133,14 +134,18 @@ def handoffs(
     worker: Annotated[str, typer.Argument(help="decode-0, say: both ends of a hand-off keep its times.")],
     url: Url = None,
     as_json: AsJson = False,
-    request: Annotated[str | None, typer.Option(help="Only those of the request with this id (X-Request-Id).")] = None,
+    request: Annotated[
+        str | None, typer.Option(help="Only those of this request: its X-Request-Id, or how that begins.")
+    ] = None,
     last: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
 ) -> None:
     """Show when what happened in the last hand-offs of a worker. With --request: in full."""
     from baton.deploy import show, show_handoffs
 
     found = show.fetch_handoffs(url or env.cluster_url(), worker)
-    chosen = [one for one in found if request is None or one.request_id == request][-last:]
+    chosen = [one for one in found if one.request_id.startswith(request or "")][-last:]
+    if request is not None and not chosen:
+        raise BatonError(f"{worker} keeps {len(found)} hand-offs, none of a request {request!r}")
     console = Console(highlight=False)
     if as_json:
         show.print_json(chosen)

@@ -75,9 +75,11 @@ class RayWorkers:
 
     def _ask_one(self, worker: str, method: str, *arguments: object) -> Any:
         """Raises RequestError, also that of the worker."""
-        actor = self._actors().get(WorkerId(worker))
+        actors = self._actors()
+        actor = actors.get(WorkerId(worker))
         if actor is None:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"there is no worker {worker!r} with pages", "worker")
+            reason = f"there is no worker {worker!r} with pages: there are {', '.join(sorted(actors)) or 'none'}"
+            raise RequestError(ErrorCode.INVALID_REQUEST, reason, "worker")
         try:
             return ray.get(getattr(actor, method).remote(*arguments), timeout=STATUS_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:

@@ -46,11 +46,11 @@ def with_flows() -> GatewayStatus:
 
 
 def test_a_pair_of_workers_has_one_line_made_of_what_both_tell() -> None:
-    assert "GB/s" not in shown_by(print_status, status_with())
+    assert "tail50" not in shown_by(print_status, status_with())
     lines = [line.split() for line in shown_by(print_status, with_flows()).splitlines()]
-    [head] = [line for line in lines if "GB/s" in line]
-    [row] = [line for line in lines if line[:3] == ["prefill-0", "decode-0", "local"] and len(line) == len(head)]
-    told = dict(zip(head, row, strict=True))
+    [at] = [index for index, line in enumerate(lines) if "tail50" in line]
+    told = dict(zip(lines[at], lines[at + 1], strict=True))
+    assert [told["from"], told["to"], told["lane"]] == ["prefill-0", "decode-0", "local"]
     assert (told["GB/s"], told["wait"], told["again"], told["failed"]) == ("12.34", "5.0", "9", "7")
     assert 25.0 < float(told["p50"]) <= 50.0
     assert 25.0 < float(told["p99"]) <= 2500.0
@@ -89,5 +89,9 @@ def test_the_command_prints_those_of_one_request(
     monkeypatch.setattr(show, "fetch_handoffs", FakeFetch([GOOD, BAD]))
     assert run_command(["handoffs", "decode-0", "--request", "req-2", "--json"]) == 0
     assert [one["request_id"] for one in msgspec.json.decode(capsys.readouterr().out)] == ["req-2"]
+    assert run_command(["handoffs", "decode-0", "--request", "req-", "--json"]) == 0, "as the table shortens it"
+    assert len(msgspec.json.decode(capsys.readouterr().out)) == 2
+    assert run_command(["handoffs", "decode-0", "--request", "eq-2"]) == 1
+    assert "decode-0 keeps 2 hand-offs, none of a request 'eq-2'" in capsys.readouterr().err
     assert run_command(["handoffs", "decode-0", "--last", "1", "--json"]) == 0
     assert [one["request_id"] for one in msgspec.json.decode(capsys.readouterr().out)] == ["req-2"]
