@@ -216,7 +216,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return value
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, list | tuple):
-            raise ConfigError(name, value, "expected a list")
+            raise ConfigError(name, value, "expected a list", "for example [a,b]")
         item = typing.get_args(hint)[0]
         return tuple(_convert(item, one, name) for one in value)
     if origin in (types.UnionType, typing.Union):
@@ -245,7 +245,9 @@ def validate(config: ClusterConfig) -> None:
             near = difflib.get_close_matches(lane, LANES, n=1)
             raise ConfigError("transfer.lanes", lane, "no such lane", f"did you mean {near[0]}?" if near else "")
     if not config.transfer.lanes:
-        raise ConfigError("transfer.lanes", config.transfer.lanes, "at least one lane is needed", f"{LANES}")
+        raise ConfigError(
+            "transfer.lanes", config.transfer.lanes, "at least one lane is needed", f"of {', '.join(LANES)}"
+        )
     if config.transfer.staging_ring_bytes < config.transfer.region_bytes * config.transfer.credit_regions:
         raise ConfigError(
             "transfer.staging_ring_bytes",

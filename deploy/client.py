@@ -191,9 +191,16 @@ class AsyncStream:
         await self.aclose()
 
 
+def _gateway_url(given: str) -> str:
+    """With a scheme, without what lies below the gateway's root."""
+    url = given if "://" in given else f"http://{given}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class AsyncClient:
     """Talks to one gateway. Raises RequestError for what the cluster refuses or fails, ClusterUnreachable when there
-    is nobody. `retries`: how often to come back when the cluster is full, after the time it names."""
+    is nobody. `base_url` may end with the `/v1` that OpenAI's clients want. `retries`: how often to come back when the
+    cluster is full, after the time it names."""
 
     def __init__(
         self,
@@ -204,7 +211,7 @@ class AsyncClient:
         timeout_s: float = 600.0,
         retries: int = 2,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = _gateway_url(base_url)
         self._model = model
         self._retries = retries
         self._http = httpx.AsyncClient(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
 from baton.common.errors import ConfigError
@@ -15,5 +17,10 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=BACKLOG, family=family)
     except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
+            reason = "this machine has no such address"
+            raise ConfigError("gateway.host", host, reason, "0.0.0.0: all it has") from error
+        # `strerror` of this error repeats the address that the reason names.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        reason = f"cannot listen on {host}:{port}: {why}"
         raise ConfigError("gateway.port", port, reason, "0 takes any free port") from error

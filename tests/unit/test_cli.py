@@ -48,6 +48,10 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "--model", "nowhere.gguf"], "there is no such file"),
         (["serve", "--config", "/nowhere.yaml"], "No such file"),
         (["demo", "--set", "kv.pool_bytes=big"], "expected int"),
+        (["serve", "--set", "transfer.lanes=local"], "for example [a,b]"),
+        (["serve", "--set", "transfer.lanes=[]"], "of local, ucx, tcp, zmq"),
+        (["serve", "--model", "fake", "--host", "192.0.2.1"], "gateway.host = '192.0.2.1': this machine has no such"),
+        (["serve", "--model", "fake", "--host", "no.invalid"], "gateway.host = 'no.invalid': this machine has no such"),
     ],
 )
 def test_misuse_is_told_in_words(capfd: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
@@ -77,7 +81,7 @@ def test_a_taken_port_is_found_before_anything_starts(capfd: pytest.CaptureFixtu
         code, said = outcome(capfd, "serve", "--model", "fake", "--port", str(port))
     assert code == MISUSED
     assert f"gateway.port = {port}" in said
-    assert "already in use" in said
+    assert said.count(f"127.0.0.1:{port}: Address already in use (0 takes any free port)") == 1
     assert "starting Ray" not in said
 
 
@@ -86,6 +90,13 @@ def test_nobody_there_is_a_failure(capfd: pytest.CaptureFixture[str], command: l
     code, said = outcome(capfd, *command, "--url", NOBODY)
     assert code == FAILED
     assert f"nobody answers at {NOBODY}" in said
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:9", f"{NOBODY}/", f"{NOBODY}/v1", f"{NOBODY}/v1/"])
+def test_a_url_may_lack_its_scheme_or_be_that_of_an_openai_client(
+    capfd: pytest.CaptureFixture[str], given: str
+) -> None:
+    assert f"nobody answers at {NOBODY}:" in outcome(capfd, "status", "--url", given)[1]
 
 
 def test_the_url_may_come_from_the_environment(
