@@ -110,7 +110,8 @@ def _watch(handle: ClusterHandle, stop: threading.Event, console: Console) -> No
             now = (seat.state, seat.incarnation)
             if shown.get(seat.worker) != now:
                 shown[seat.worker] = now
-                console.print(f"{seat.worker}@{seat.incarnation}: {seat.state}  {seat.detail}", markup=False)
+                why = "" if seat.state == "live" else f"  {seat.detail}"
+                console.print(f"{seat.worker}@{seat.incarnation}: {seat.state}{why}", markup=False)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ from baton.common.units import pages_for_tokens
 
 __all__ = ["Census", "Holding", "InvariantChecker", "InvariantViolation", "OwnerClass", "PageOwner", "who_holds"]
 
+SHOWN_TRANSITIONS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class PageOwner:
@@ -50,7 +52,10 @@ class PageOwner:
         owner = f"{self.owner} {self.owner_id}".rstrip()
         since = "" if self.since_s is None else f" for {now_s - self.since_s:.1f} s"
         readers = f", read by {', '.join(self.readers)}" if self.readers else ""
-        return f"{_named(self.component, self.page)}: {owner}{since}{readers}{_lines(self.history)}"
+        history = "".join(
+            f"\n    {now_s - one.at_s:.1f} s ago: {one.what}" for one in self.history[-SHOWN_TRANSITIONS:]
+        )
+        return f"{_named(self.component, self.page)}: {owner}{since}{readers}{history}"
 
 
 def who_holds(pool: KvPool, page: int, holdings: Iterable[Holding], component: Component | None = None) -> PageOwner:
@@ -227,4 +232,4 @@ def _row_history(pool: KvPool, row: int) -> str:
 
 
 def _lines(history: Sequence[Transition]) -> str:
-    return "".join(f"\n    {entry}" for entry in history[-8:])
+    return "".join(f"\n    {entry}" for entry in history[-SHOWN_TRANSITIONS:])

@@ -23,8 +23,12 @@ class Transition:
     component: Component = Component.FULL
 
     def __str__(self) -> str:
+        return f"#{self.number} at {self.at_s:.3f} s: {self.what}"
+
+    @property
+    def what(self) -> str:
         row = "" if self.row is None else f" (row {self.row})"
-        return f"#{self.number} at {self.at_s:.3f} s: {self.change}{row}, {len(self.pages)} pages ({self.component})"
+        return f"{self.change}{row}, {len(self.pages)} pages ({self.component})"
 
 
 class TransitionLog:

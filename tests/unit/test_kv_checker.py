@@ -168,7 +168,10 @@ def test_who_holds_a_page_and_since_when() -> None:
     assert who_holds(pool, int(pool.pages_of(record, 8, 9)[0]), []).owner == "nobody"
     text = shared.told(now_s=130.0).splitlines()
     assert text[0].endswith(": cached for 30.0 s, read by a")
-    assert ["free -> row" in text[1], "row -> cached" in text[2], len(text)] == [True, True, 3]
+    assert [line.strip() for line in text[1:]] == [
+        "30.0 s ago: free -> row (row 0), 3 pages (full)",
+        "30.0 s ago: row -> cached (row 0), 3 pages (full)",
+    ]
 
 
 @pytest.mark.parametrize("page", [-1, 0, 21, 10**12])
