@@ -52,6 +52,7 @@ class Sessions:
         self._limit = limit
         self._ttl_s = ttl_s
         self._slots: dict[SessionId, SessionSlot] = {}
+        self.open = True  # turns that end may be kept
         self.expired = 0
 
     def __len__(self) -> int:
@@ -103,6 +104,12 @@ class Sessions:
     def release_oldest(self) -> bool:
         """Gives up the session that has been idle longest. False: there is none."""
         return bool(self._slots) and self.close(next(iter(self._slots)))
+
+    def drain(self) -> None:
+        """Gives up all of them; no turn is kept any more."""
+        self.open = False
+        while self.release_oldest():
+            pass
 
     def expire(self, now: float) -> None:
         while self._slots and (due_s := self.next_deadline()) is not None and due_s <= now:

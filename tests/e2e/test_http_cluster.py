@@ -21,7 +21,7 @@ import pytest
 from baton.client import AsyncClient, Client
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.messages import SamplingParams
-from baton.decode.core import LOCAL_SHARE
+from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.show import all_idle
 from baton.deploy.tokenizer import ByteTokenizer
 

@@ -17,7 +17,8 @@ from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
-from baton.decode.core import DecodeCore
+from baton.decode.answers import Answers
+from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
 from baton.decode.request import Done, Incoming, Restoring
 from baton.decode.restoring import Restores
@@ -58,27 +59,27 @@ def noticed() -> str:
 
 def free_on_abort_without_fence(patch):
     """`abort_mid_write`: decode frees the destination pages as soon as it gives up."""
-    let_go, failed, committed = DecodeCore._let_go, DecodeCore._on_sink_failed, DecodeCore._on_committed
+    let_go, failed, committed = Answers._let_go, Filling._on_failed, Filling._on_committed
 
     def mutated_let_go(self, request, failure, now):
         incoming = isinstance(request.state, Incoming)
         let_go(self, request, failure, now)
         if incoming:
-            self.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
+            self._parts.pool.release_kv_cache(request, request.known_tokens, is_insert=False)
             request.state = Done()
 
     def unless_freed(original):
         def mutated(self, event, now):
-            if self._handoffs._open[event.key][0].kv is not None:
+            if self._parts.handoffs._open[event.key][0].kv is not None:
                 original(self, event, now)
             else:
-                self._handoffs.close(event.key)
+                self._parts.handoffs.close(event.key)
 
         return mutated
 
-    patch.setattr(DecodeCore, "_let_go", mutated_let_go)
-    patch.setattr(DecodeCore, "_on_sink_failed", unless_freed(failed))
-    patch.setattr(DecodeCore, "_on_committed", unless_freed(committed))
+    patch.setattr(Answers, "_let_go", mutated_let_go)
+    patch.setattr(Filling, "_on_failed", unless_freed(failed))
+    patch.setattr(Filling, "_on_committed", unless_freed(committed))
 
 
 def acknowledge_before_scatter(patch):
@@ -143,13 +144,13 @@ def silence_is_proof(patch):
 
 def insert_what_has_not_landed(patch):
     """A failed hand-off counts everything that was promised as landed."""
-    failed = DecodeCore._on_sink_failed
+    failed = Filling._on_failed
 
     def mutated(self, event, now):
-        request, _ = self._handoffs._open[event.key]
+        request, _ = self._parts.handoffs._open[event.key]
         failed(self, msgspec.structs.replace(event, landed_until=request.fill_len), now)
 
-    patch.setattr(DecodeCore, "_on_sink_failed", mutated)
+    patch.setattr(Filling, "_on_failed", mutated)
 
 
 def say_the_end_once(patch):
@@ -193,22 +194,22 @@ def no_cancel_to_old_placements(patch):
 
 def free_while_a_tier_writes(patch):
     """A request that is over gives its pages back at once, though a tier may still write into them."""
-    let_go, restored = DecodeCore._let_go, DecodeCore._on_restored
+    let_go, restored = Answers._let_go, Filling.on_restored
 
     def mutated_let_go(self, request, failure, now):
         restoring = isinstance(request.state, Restoring)
         let_go(self, request, failure, now)
         if restoring:
-            self._done(request, now)
+            self.done(request, now)
 
     def mutated_restored(self, event, now):
-        if self._restores._open[event.job].request.kv is not None:
+        if self._parts.restores._open[event.job].request.kv is not None:
             restored(self, event, now)
         else:
-            self._restores.end(event)
+            self._parts.restores.end(event)
 
-    patch.setattr(DecodeCore, "_let_go", mutated_let_go)
-    patch.setattr(DecodeCore, "_on_restored", mutated_restored)
+    patch.setattr(Answers, "_let_go", mutated_let_go)
+    patch.setattr(Filling, "on_restored", mutated_restored)
 
 
 def trust_what_was_asked_for(patch):

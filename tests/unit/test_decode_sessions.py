@@ -15,7 +15,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId
 from baton.common.kv.census import OwnerClass
 from baton.common.messages import CloseSession, SamplingParams
-from baton.decode.core import LOCAL_SHARE
+from baton.decode.filling import LOCAL_SHARE
 from baton.transfer.api import OpenSink
 
 SESSION = "s"
