@@ -146,7 +146,6 @@ class FakeModel:
         return TokenLogprob(logprob=own, top=top)
 
 
-def join_digests(first: U64, second: U64) -> U64:
-    """Of two components of the same sequences."""
-    joined: U64 = mix(first) + second
-    return joined
+def join_digests(first: int, second: int) -> int:
+    """Of two components of the same sequence."""
+    return (mix_int(first) + second) & MASK

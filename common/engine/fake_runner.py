@@ -1,7 +1,7 @@
 """A model without weights whose answers prove that every page and slot it read was the right one.
 
-Owns: a runner over the fake model (`FakeRunner`), and the answer that a correct system must give (`fake_generate`,
-`fake_answer`). Never: knows pages beyond a batch's ids, or who owns them.
+Owns: a runner over the fake model (`FakeRunner`); what a correct system must answer is in `fake_answer`. Never: knows
+pages beyond a batch's ids, or who owns them.
 
 What is kept of a position (`fake_model`) is computed from what lies in the page of the position before it, and in the
 page at the far end of the window, or in the sequence's slot; it is spread over all bytes of its share of a page, or of
@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.engine.batch import I32, Batch, KvMemory, OnLayers, PageTable, StepResult, Ticket, tell_nobody
+from baton.common.engine.fake_answer import FakeAnswer, fake_answer, fake_generate
+from baton.common.engine.fake_kernels import CompiledStep, fake_step
 from baton.common.engine.fake_model import (
     FAKE_VOCAB_SIZE,
     FULL_SALT,
-    MASK,
     START,
     STATE_SALT,
     SWA_SALT,
@@ -31,16 +32,14 @@ from baton.common.engine.fake_model import (
     FakeModel,
     Spread,
     join_digests,
-    mix_int,
 )
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.messages import TokenLogprob
 
 __all__ = ["FAKE_VOCAB_SIZE", "FakeAnswer", "FakeRunner", "StepCost", "fake_answer", "fake_generate", "fake_runner"]
 
-ANY_FULL = KvLayout(page_size=1)
-"""The layout of a model whose layers all attend to everything; what it answers does not depend on the page size."""
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +105,19 @@ class FakeRunner:
         max_positions: int = 8192,
         vocab_size: int = FAKE_VOCAB_SIZE,
         cost: StepCost | None = None,
+        compiled: bool = True,
     ) -> None:
+        """Not `compiled`, or without a compiler: the same in numpy."""
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._cost = cost or StepCost()
         self._model = FakeModel(max_positions + memory.layout.page_size, vocab_size)
         self._of = {component: _Memory(memory, component) for component in memory.layout.components}
+        step = fake_step() if compiled else None
+        self._compiled = (
+            {} if step is None else {one: CompiledStep(step, memory, one) for one in memory.layout.components}
+        )
 
     def step_cost_s(self, batch: Batch) -> float:
         """What this step would take on the machine that `cost` describes."""
@@ -126,6 +131,30 @@ class FakeRunner:
         """Writes what the step keeps, component by component, then reads all of it for the rows that want a token.
         Yields each count of `batch.report_after` when so many layers are written, and no more."""
         wanted = np.array([row for row, sampling in enumerate(batch.sampling) if sampling is not None], dtype=np.int64)
+        found = yield from self._run_compiled(batch, wanted) if self._compiled else self._run_arrays(batch, wanted)
+        tokens, logprobs = self._sample(batch, wanted, found)
+        return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch)))
+
+    def _run_compiled(self, batch: Batch, wanted: npt.NDArray[np.int64]) -> Generator[int, None, list[list[int]]]:
+        """The digests of the rows `wanted`, by component."""
+        found: list[list[int]] = []
+        for component, compiled in self._compiled.items():
+            table: PageTable | None = batch.main
+            if component is Component.SWA and self.memory.layout.full:
+                table = batch.swa
+                assert table is not None, "this model's sliding layers have a pool of their own"
+            elif component is Component.STATE:
+                self._copy_states(batch)
+                table = None
+            begin = 0
+            for end in batch.report_after if component is Component.FULL else ():
+                compiled.run(batch, table, begin, end, _NO_ROWS)
+                yield end
+                begin = end
+            found.append(compiled.run(batch, table, begin, compiled.layers, wanted))
+        return found
+
+    def _run_arrays(self, batch: Batch, wanted: npt.NDArray[np.int64]) -> Generator[int, None, list[list[int]]]:
         found: list[U64] = []
         for component, memory in self._of.items():
             match component:
@@ -140,8 +169,7 @@ class FakeRunner:
                     found.append(self._digests(memory, table, batch.kv_lens, wanted, begins))
                 case Component.STATE:
                     found.append(self._write_state(batch, memory)[wanted])
-        tokens, logprobs = self._sample(batch, wanted, found)
-        return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch)))
+        return [digests.tolist() for digests in found]
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, FakeTicket), ticket
@@ -199,23 +227,27 @@ class FakeRunner:
         """Moves the state of each row on; returns it."""
         assert batch.state_slots is not None
         assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
-        for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
-            memory.pages[target] = memory.pages[source] if source else 0
+        self._copy_states(batch)
         states = self._chains(batch, memory.read(batch.state_slots), STATE_SALT)[batch.q_offsets[1:] - 1]
         memory.write(batch.state_slots, states)
         return states
 
+    def _copy_states(self, batch: Batch) -> None:
+        pages = self._of[Component.STATE].pages
+        for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
+            pages[target] = pages[source] if source else 0
+
     def _sample(
-        self, batch: Batch, wanted: npt.NDArray[np.int64], found: list[U64]
+        self, batch: Batch, wanted: npt.NDArray[np.int64], found: list[list[int]]
     ) -> tuple[tuple[int, ...], tuple[TokenLogprob | None, ...]]:
         """Of the rows that want a token, from what was found of them in each component."""
         tokens = [-1] * batch.num_rows
         logprobs: list[TokenLogprob | None] = [None] * batch.num_rows
         if len(wanted):
             digests = found[0]
-            for other in found[1:]:
-                digests = join_digests(digests, other)
-            for row, digest in zip(wanted.tolist(), digests.tolist(), strict=True):
+            for others in found[1:]:
+                digests = [join_digests(one, other) for one, other in zip(digests, others, strict=True)]
+            for row, digest in zip(wanted.tolist(), digests, strict=True):
                 sampling = batch.sampling[row]
                 assert sampling is not None
                 tokens[row] = self._model.token(digest, sampling, batch.output_indices[row])
@@ -272,6 +304,7 @@ def fake_runner(
     state_bytes: int = 64,
     layers: int = 1,
     shared: bool = False,
+    compiled: bool = True,
 ) -> FakeRunner:
     """A fake runner with memory of its own. `num_pages` counts the null page; a number alone is for one component.
     Without `layout` all layers attend to everything. A page has `layers` of them. `state_bytes` is the size of a slot.
@@ -288,111 +321,4 @@ def fake_runner(
         )
         for component in layout.components
     }
-    return FakeRunner(KvMemory(layout, buffers), max_positions=max_positions, cost=cost)
-
-
-@dataclass(frozen=True, slots=True)
-class FakeAnswer:
-    """What a correct system answers."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]
-    finish_reason: str
-
-
-def fake_generate(
-    prompt: npt.NDArray[np.int32] | list[int],
-    sampling: SamplingParams,
-    n: int,
-    vocab_size: int = FAKE_VOCAB_SIZE,
-    layout: KvLayout = ANY_FULL,
-) -> list[int]:
-    """The first `n` output tokens after `prompt`, whatever the stop conditions say."""
-    return list(_generate(prompt, sampling, n, frozenset(), vocab_size, layout).tokens)
-
-
-def fake_answer(
-    prompt: npt.NDArray[np.int32] | list[int],
-    sampling: SamplingParams,
-    max_context_len: int,
-    vocab_size: int = FAKE_VOCAB_SIZE,
-    layout: KvLayout = ANY_FULL,
-) -> FakeAnswer:
-    """The whole answer: up to and including a stop token ("stop"), else `max_tokens` or a full context ("length")."""
-    n = min(sampling.max_tokens, max(1, max_context_len - len(prompt)))
-    return _generate(prompt, sampling, n, frozenset(sampling.stop_token_ids), vocab_size, layout)
-
-
-def _generate(
-    prompt: npt.NDArray[np.int32] | list[int],
-    sampling: SamplingParams,
-    n: int,
-    stop: frozenset[int],
-    vocab_size: int,
-    layout: KvLayout,
-) -> FakeAnswer:
-    model = FakeModel(len(prompt) + n + 1, vocab_size)
-    kept = _Kept(model, layout, np.asarray(prompt, dtype=np.int64), len(prompt) + n)
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob | None] = []
-    for index in range(n):
-        digest = kept.digest()
-        token = model.token(digest, sampling, index)
-        tokens.append(token)
-        logprobs.append(model.logprob(digest, token, sampling))
-        if token in stop:
-            return FakeAnswer(tuple(tokens), tuple(logprobs), "stop")
-        kept.add(token)
-    return FakeAnswer(tuple(tokens), tuple(logprobs), "length")
-
-
-class _Kept:
-    """What a sequence keeps, without pages: token by token, straight from the formulas of `fake_model`."""
-
-    def __init__(self, model: FakeModel, layout: KvLayout, prompt: npt.NDArray[np.int64], max_len: int) -> None:
-        self._layout = layout
-        self._only_full = layout.only_full  # the common case, kept fast
-        self._weights = [int(weight) for weight in model.weights(np.arange(max_len))]
-        self._salts = [int(salt) for salt in model.position_salt[:max_len]]
-        self._length = 0
-        self._full, self._full_digest, self._state = START, 0, 0
-        self._values: list[int] = []  # v of all positions
-        if self._only_full:
-            hashes = model.hashes(prompt, 0, START)
-            self._length, self._full = len(prompt), int(hashes[-1])
-            pairs = zip(hashes.tolist(), self._weights, strict=False)
-            self._full_digest = sum(value * weight for value, weight in pairs) & MASK
-        else:
-            for token in prompt.tolist():
-                self.add(token)
-
-    def add(self, token: int) -> None:
-        layout, i = self._layout, self._length
-        seed = (token * A + self._salts[i]) & MASK
-        if layout.full:
-            self._full = (self._full * A + mix_int(seed ^ FULL_SALT)) & MASK
-            self._full_digest = (self._full_digest + self._full * self._weights[i]) & MASK
-        if layout.window:
-            value = mix_int(seed ^ SWA_SALT)
-            for factor, before in ((A, i - 1), (B, i - layout.window + 1)):
-                if layout.window > 1 and before >= 0:
-                    value += factor * self._values[before]
-            self._values.append(value & MASK)
-        if layout.state:
-            self._state = (self._state * A + mix_int(seed ^ STATE_SALT)) & MASK
-        self._length += 1
-
-    def digest(self) -> int:
-        if self._only_full:
-            return self._full_digest
-        begin = max(0, self._length - self._layout.window)
-        live = zip(self._values[begin:], self._weights[begin:], strict=False)
-        of = {
-            Component.FULL: self._full_digest,
-            Component.SWA: sum(value * weight for value, weight in live) & MASK,
-            Component.STATE: self._state,
-        }
-        first, *others = [of[component] for component in self._layout.components]
-        for other in others:
-            first = (mix_int(first) + other) & MASK
-        return first
+    return FakeRunner(KvMemory(layout, buffers), max_positions=max_positions, cost=cost, compiled=compiled)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.engine.batch import BatchRow, pack_batch
+from baton.common.engine.fake_kernels import fake_step
 from baton.common.engine.fake_runner import FakeRunner, fake_answer, fake_generate, fake_runner
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams
@@ -31,9 +32,14 @@ def layout_of(shape: str, page_size: int) -> KvLayout:
     return KvLayout(page_size, full=full, window=window, state=state)
 
 
-def runner_for(layout: KvLayout, count: int = 200, width: int = 16) -> FakeRunner:
+def runner_for(layout: KvLayout, count: int = 200, width: int = 16, compiled: bool = True) -> FakeRunner:
     return fake_runner(
-        dict.fromkeys(layout.components, count), layout.page_size, bytes_per_token=width, layout=layout, state_bytes=32
+        dict.fromkeys(layout.components, count),
+        layout.page_size,
+        bytes_per_token=width,
+        layout=layout,
+        state_bytes=32,
+        compiled=compiled,
     )
 
 
@@ -110,19 +116,46 @@ def shuffled_pages(count: int, seed: int) -> np.ndarray:
     width=st.sampled_from([8, 16, 64]),
     temperature=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 99),
+    compiled=st.booleans(),
 )
 def test_paged_chunked_run_equals_the_answer(
-    shape: str, length: int, chunk: int, page_size: int, width: int, temperature: float, seed: int
+    shape: str, length: int, chunk: int, page_size: int, width: int, temperature: float, seed: int, compiled: bool
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=9)
     prompt = [int(token) for token in np.random.default_rng(seed).integers(0, 258, length)]
     layout = layout_of(shape, page_size)
-    runner = runner_for(layout, width=width)
+    runner = runner_for(layout, width=width, compiled=compiled)
     for buffer in runner.memory.buffers.values():
         buffer.as_bytes()[:] = 0xCD
     sequence = Sequence(runner, shuffled_pages(150, seed), prompt, sampling)
     sequence.prefill(chunk)
     assert sequence.decode(8) == fake_generate(prompt, sampling, 9, layout=layout)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_steps_write_the_same_bytes(shape: str, width: int) -> None:
+    assert fake_step() is not None, "tests want a C++ compiler"
+    layout = layout_of(shape, 4)
+    prompt = [int(token) for token in np.random.default_rng(3).integers(0, 258, 41)]
+    contents, answers = [], []
+    for compiled in (True, False):
+        runner = runner_for(layout, width=width, compiled=compiled)
+        for buffer in runner.memory.buffers.values():
+            buffer.as_bytes()[:] = 0xCD
+        sequence = Sequence(runner, shuffled_pages(150, 5), prompt, SamplingParams(temperature=1.0, seed=2))
+        sequence.prefill(9)
+        answers.append(sequence.decode(20))
+        contents.append([buffer.as_bytes().tobytes() for buffer in runner.memory.buffers.values()])
+    assert answers[0] == answers[1]
+    assert contents[0] == contents[1]
+
+
+def test_a_compiled_step_touches_no_page_outside_the_pool() -> None:
+    runner = runner_for(layout_of("full", 4), count=4)
+    row = BatchRow(0, np.arange(6, dtype=np.int32), 6, np.array([1, 4], dtype=np.int32), GREEDY)
+    with pytest.raises(AssertionError, match="does not have"):
+        run(runner, [row], [])
 
 
 def test_answers_of_full_attention_stay_what_they_were() -> None:

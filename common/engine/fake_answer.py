@@ -1,0 +1,136 @@
+"""The answer that a correct system must give to a request of the fake model, by the formulas of `fake_model` alone.
+
+Owns no state. Never: pages, or the code that runs steps over them (`fake_runner`): who is judged is not asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.engine.fake_model import (
+    FAKE_VOCAB_SIZE,
+    FULL_SALT,
+    MASK,
+    START,
+    STATE_SALT,
+    SWA_SALT,
+    A,
+    B,
+    FakeModel,
+    mix_int,
+)
+from baton.common.kv.layout import Component, KvLayout
+from baton.common.messages import SamplingParams, TokenLogprob
+
+ANY_FULL = KvLayout(page_size=1)
+"""The layout of a model whose layers all attend to everything; what it answers does not depend on the page size."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAnswer:
+    """What a correct system answers."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    finish_reason: str
+
+
+def fake_generate(
+    prompt: npt.NDArray[np.int32] | list[int],
+    sampling: SamplingParams,
+    n: int,
+    vocab_size: int = FAKE_VOCAB_SIZE,
+    layout: KvLayout = ANY_FULL,
+) -> list[int]:
+    """The first `n` output tokens after `prompt`, whatever the stop conditions say."""
+    return list(_generate(prompt, sampling, n, frozenset(), vocab_size, layout).tokens)
+
+
+def fake_answer(
+    prompt: npt.NDArray[np.int32] | list[int],
+    sampling: SamplingParams,
+    max_context_len: int,
+    vocab_size: int = FAKE_VOCAB_SIZE,
+    layout: KvLayout = ANY_FULL,
+) -> FakeAnswer:
+    """The whole answer: up to and including a stop token ("stop"), else `max_tokens` or a full context ("length")."""
+    n = min(sampling.max_tokens, max(1, max_context_len - len(prompt)))
+    return _generate(prompt, sampling, n, frozenset(sampling.stop_token_ids), vocab_size, layout)
+
+
+def _generate(
+    prompt: npt.NDArray[np.int32] | list[int],
+    sampling: SamplingParams,
+    n: int,
+    stop: frozenset[int],
+    vocab_size: int,
+    layout: KvLayout,
+) -> FakeAnswer:
+    model = FakeModel(len(prompt) + n + 1, vocab_size)
+    kept = _Kept(model, layout, np.asarray(prompt, dtype=np.int64), len(prompt) + n)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob | None] = []
+    for index in range(n):
+        digest = kept.digest()
+        token = model.token(digest, sampling, index)
+        tokens.append(token)
+        logprobs.append(model.logprob(digest, token, sampling))
+        if token in stop:
+            return FakeAnswer(tuple(tokens), tuple(logprobs), "stop")
+        kept.add(token)
+    return FakeAnswer(tuple(tokens), tuple(logprobs), "length")
+
+
+class _Kept:
+    """What a sequence keeps, without pages: token by token, straight from the formulas of `fake_model`."""
+
+    def __init__(self, model: FakeModel, layout: KvLayout, prompt: npt.NDArray[np.int64], max_len: int) -> None:
+        self._layout = layout
+        self._only_full = layout.only_full  # the common case, kept fast
+        self._weights = [int(weight) for weight in model.weights(np.arange(max_len))]
+        self._salts = [int(salt) for salt in model.position_salt[:max_len]]
+        self._length = 0
+        self._full, self._full_digest, self._state = START, 0, 0
+        self._values: list[int] = []  # v of all positions
+        if self._only_full:
+            hashes = model.hashes(prompt, 0, START)
+            self._length, self._full = len(prompt), int(hashes[-1])
+            pairs = zip(hashes.tolist(), self._weights, strict=False)
+            self._full_digest = sum(value * weight for value, weight in pairs) & MASK
+        else:
+            for token in prompt.tolist():
+                self.add(token)
+
+    def add(self, token: int) -> None:
+        layout, i = self._layout, self._length
+        seed = (token * A + self._salts[i]) & MASK
+        if layout.full:
+            self._full = (self._full * A + mix_int(seed ^ FULL_SALT)) & MASK
+            self._full_digest = (self._full_digest + self._full * self._weights[i]) & MASK
+        if layout.window:
+            value = mix_int(seed ^ SWA_SALT)
+            for factor, before in ((A, i - 1), (B, i - layout.window + 1)):
+                if layout.window > 1 and before >= 0:
+                    value += factor * self._values[before]
+            self._values.append(value & MASK)
+        if layout.state:
+            self._state = (self._state * A + mix_int(seed ^ STATE_SALT)) & MASK
+        self._length += 1
+
+    def digest(self) -> int:
+        if self._only_full:
+            return self._full_digest
+        begin = max(0, self._length - self._layout.window)
+        live = zip(self._values[begin:], self._weights[begin:], strict=False)
+        of = {
+            Component.FULL: self._full_digest,
+            Component.SWA: sum(value * weight for value, weight in live) & MASK,
+            Component.STATE: self._state,
+        }
+        first, *others = [of[component] for component in self._layout.components]
+        for other in others:
+            first = (mix_int(first) + other) & MASK
+        return first
