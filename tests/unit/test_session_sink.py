@@ -511,3 +511,26 @@ def test_where_no_token_was_asked_for_none_is_told() -> None:
     driver = Driver(replace(ORDER, sample=False))
     driver.tell(FIRST)
     assert driver.tell(replace(DONE, first_token=-1)) == []
+
+
+def test_a_long_hand_off_costs_each_step_what_a_short_one_does() -> None:
+    """Of what has landed without a gap nothing is kept but counts: no step goes over regions that are done with."""
+    pages, end = 400, 4 + 400 * 4
+    order = replace(
+        ORDER,
+        tokens=pack_tokens([0] * end),
+        segments=segments_of(KvLayout(4), 4, end),
+        spans=(Span(Component.FULL, 0, pack_tokens(range(1, pages + 1))),),
+    )
+    driver = Driver(order, credit=3)
+    for seq in range(0, 200, 2):
+        driver.tell(chunk(seq + 1, 2 * seq + 2, 2))  # overtook the one before
+        driver.tell(chunk(seq, 2 * seq, 2))
+        driver.tell(Landed(KEY, seq + 1, 80, 0.0))
+        assert driver.state.arrivals.landed == seq + 1  # type: ignore[union-attr]
+        driver.tell(Landed(KEY, seq, 80, 0.0))
+        assert driver.state.arrivals.open == ()  # type: ignore[union-attr]
+        assert driver.tell(chunk(seq // 2, seq, 2)) == [Ack(key=KEY, seq=seq // 2, credit=seq + 5)], "long ago"
+    end_of_it = driver.tell(replace(DONE, regions=200, total_tokens=end))
+    assert [type(effect) for effect in end_of_it] == [CloseSink, SinkCommitted, Commit]
+    assert end_of_it[1].nbytes == 200 * 80  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.session.source import (
     Aborted,
+    AwaitingAck,
     Closed,
     Quarantined,
     SourceState,
@@ -388,3 +389,29 @@ def test_shipping_layers_in_another_way_is_a_bug() -> None:
             driver.tell(shipment)
         with pytest.raises(AssertionError):
             driver.tell(wrong)
+
+
+def test_a_long_hand_off_costs_each_step_what_a_short_one_does() -> None:
+    """What is acknowledged and what waits for credit is left alone: a step handles what is under way."""
+    pages = 400
+    end = 4 + pages * 4
+    segments = segments_of(FULL, 4, end)
+    terms = SourceTerms(KEY, PEER, "zmq", end, segments, True, (2,), 1000, 30.0)
+    tokens = np.arange(end, dtype=np.int32)
+    driver = Driver()
+    received = OfferReceived(KEY, PEER, RequestId("r"), tokens, 4, True, SamplingParams(), 30.0)
+    driver.state = accept_offer(terms, 3, received).state
+    assert len(driver.tell(ship(4, end - 4, list(range(1, pages + 1))))) == 3
+    driver.tell(FinishSource(KEY, RESULT))
+    announced = 0
+    for seq in range(200):
+        while announced < min(200, seq + 3):
+            assert isinstance(driver.tell(RegionReady(KEY, announced, 1000 + announced, 80, 5))[0], Chunk)
+            announced += 1
+        sent = driver.tell(Ack(key=KEY, seq=seq, credit=seq + 4))
+        assert [one.seq for one in sent] == ([seq + 3] if seq + 3 < 200 else [])  # type: ignore[attr-defined]
+        assert len(driver.state.regions.open) <= 3  # type: ignore[union-attr]
+        assert driver.tell(Ack(key=KEY, seq=seq // 2, credit=0)) == []
+        assert driver.verdict is Verdict.IGNORED_DUPLICATE
+    assert isinstance(driver.state, AwaitingAck)
+    assert driver.state.regions.acked == 200

@@ -44,7 +44,7 @@ from baton.transfer.session.effects import (
     SinkPrepared,
     SourceLaneFailed,
 )
-from baton.transfer.session.source_states import Queued, Sending
+from baton.transfer.session.source_states import Sending
 from baton.transfer.session.step import ResendDue, Verdict
 
 KEPT_HANDOFFS = 128
@@ -288,7 +288,7 @@ class Ledger:
 
     def _watch_credit(self, record: _Record, state: source.SourceState, now: float) -> None:
         """Stalled: the engine has computed more, no credit is left for it, and all that had credit is announced."""
-        wants = isinstance(state, Sending) and bool(state.regions) and isinstance(state.regions[-1], Queued)
+        wants = isinstance(state, Sending) and state.regions.queued
         if wants and not record.queued:
             if record.stalled_since_s is None:
                 record.stalled_since_s = now

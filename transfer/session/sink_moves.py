@@ -34,7 +34,6 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.session.sink_states import (
     Arrivals,
-    Arrived,
     Arriving,
     Committed,
     Damaged,
@@ -62,10 +61,10 @@ def begin_receiving(state: Offered) -> Receiving:
 
 
 def take_chunk(state: Receiving, chunk: Chunk, now: float) -> SinkStep:
+    if state.arrivals.has_landed(chunk.seq):
+        ack = Ack(key=state.order.key, seq=chunk.seq, credit=state.credit)
+        return Step(state, Verdict.IGNORED_DUPLICATE, (to_peer(state.order, ack),))
     match state.arrivals.get(chunk.seq):
-        case Arrived():
-            ack = Ack(key=state.order.key, seq=chunk.seq, credit=state.credit)
-            return Step(state, Verdict.IGNORED_DUPLICATE, (to_peer(state.order, ack),))
         case Arriving():
             return Step(state, Verdict.IGNORED_DUPLICATE)
         case Damaged(first, tag):
@@ -89,7 +88,7 @@ def take_chunk(state: Receiving, chunk: Chunk, now: float) -> SinkStep:
 def _contradiction(state: Receiving, chunk: Chunk) -> str:
     """Why a newly announced region cannot be part of this hand-off; "" when it can (S3, S4)."""
     order, offer, seq = state.order, state.offer, chunk.seq
-    before, behind = state.arrivals.get(seq - 1), state.arrivals.get(seq + 1)
+    before, behind = state.arrivals.chunk_of(seq - 1), state.arrivals.chunk_of(seq + 1)
     place = place_of(order.segments, chunk)
     if seq >= state.credit:
         return f"region {seq} came without credit ({state.credit})"
@@ -107,9 +106,9 @@ def _contradiction(state: Receiving, chunk: Chunk) -> str:
         return f"region {seq} has {chunk.units} units, over {most_in_region(segment, whole, chunk.parts)}"
     if seq == 0 and not is_first(place):
         return f"region 0 starts at unit {place.first}, part {place.part}"
-    if before is not None and not is_next(order.segments, order.place_of(before.chunk), place):
+    if before is not None and not is_next(order.segments, order.place_of(before), place):
         return f"a gap before region {seq}"
-    if behind is not None and not is_next(order.segments, place, order.place_of(behind.chunk)):
+    if behind is not None and not is_next(order.segments, place, order.place_of(behind)):
         return f"a gap behind region {seq}"
     if len(chunk.source_pages) != (chunk.units * PAGE_ID_BYTES if offer.lane in PULL_LANES else 0):
         return f"region {seq} names {len(chunk.source_pages) // PAGE_ID_BYTES} source pages"
@@ -124,7 +123,7 @@ def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
         return drain(state, _broken(order, f"{done.total_tokens} tokens were prefilled, not {order.total}"))
     if (done.first_token >= 0) != order.sample:
         return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
-    if not max(1, len(state.arrivals.regions)) <= done.regions <= order.most_regions:
+    if not max(1, state.arrivals.announced) <= done.regions <= order.most_regions:
         return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
     step = _commit_if_complete(replace(state, done=done), now)
     if order.sample and isinstance(step.state, Receiving):  # nobody who reads it needs the rest
@@ -149,7 +148,7 @@ def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
     order, arrivals, done = state.order, state.arrivals, state.done
     if done is None or arrivals.landed < done.regions:
         return Step(state, Verdict.MOVE)
-    if arrivals.without_gap != order.unit_count:
+    if arrivals.units != order.unit_count:
         return drain(state, _broken(order, f"{done.regions} regions end before unit {order.unit_count}"))
     assert state.first_chunk_at_s is not None
     result = PrefillResult(done.first_token, done.logprob, done.prefill_s, done.cached_tokens)
@@ -230,7 +229,7 @@ def sink_failed(
 ) -> EngineEvent:
     until = order.start
     if all(segment.component is Component.FULL for segment in order.segments):
-        until = min(order.total, order.start + arrivals.without_gap * rules.page_size)
+        until = min(order.total, order.start + arrivals.units * rules.page_size)
     # Else a window or a state is missing, and without them the rest is of no use.
     return EngineEvent(SinkFailed(order.key, order.peer.worker, failure, until, arrivals.nbytes, lane, peer_lost))
 

@@ -62,48 +62,63 @@ class Arrived(Struct, frozen=True):
 
 
 Region = Arriving | Damaged | Arrived
-Regions = tuple[Region | None, ...]  # by seq; None: not announced yet
 
 
 class Arrivals(Struct, frozen=True):
-    """What has come in so far, and what it cost."""
+    """What has come in so far, by seq, and what it cost. The first regions, as far as they have landed without a gap,
+    are only counted: a step costs O(credit) however long the hand-off is."""
 
-    regions: Regions = ()
+    counted: int = 0  # regions [0, this) have landed
+    units: int = 0  # and so have units [0, this) of the whole hand-off, with all of their layers
+    last: Chunk | None = None  # of the last one that was counted
+    open: tuple[Region | None, ...] = ()  # from seq `counted` on; None: not announced yet
+    landed: int = 0  # regions, also behind a gap
     nbytes: int = 0
     scatter_s: float = 0.0
     slots: int = 0  # what `Landed` added to the first credit
 
+    @property
+    def announced(self) -> int:
+        """Regions that are known of; there may be gaps."""
+        return self.counted + len(self.open)
+
+    def has_landed(self, seq: int) -> bool:
+        return 0 <= seq < self.counted or isinstance(self.get(seq), Arrived)
+
     def get(self, seq: int) -> Region | None:
-        return self.regions[seq] if 0 <= seq < len(self.regions) else None
+        """None: not announced yet, or counted long ago."""
+        return self.open[seq - self.counted] if self.counted <= seq < self.announced else None
+
+    def chunk_of(self, seq: int) -> Chunk | None:
+        """For its neighbours: None if it is not announced yet, or counted before the last one that was."""
+        if seq == self.counted - 1:
+            return self.last
+        region = self.get(seq)
+        return None if region is None else region.chunk
 
     def with_region(self, seq: int, region: Region) -> Arrivals:
-        padded = self.regions + (None,) * (seq + 1 - len(self.regions))
-        return replace(self, regions=(*padded[:seq], region, *padded[seq + 1 :]))
+        at = seq - self.counted
+        padded = self.open + (None,) * (at + 1 - len(self.open))
+        return replace(self, open=(*padded[:at], region, *padded[at + 1 :]))
 
     def with_landed(self, event: Landed, chunk: Chunk) -> Arrivals:
-        after = self.with_region(event.seq, Arrived(chunk))
-        return replace(
-            after,
+        """Regions are neighbours (S4): with its last part, behind all others, a unit is whole."""
+        after = self.with_region(event.seq, Arrived(chunk)).open
+        done, units, last = 0, self.units, self.last
+        while done < len(after) and isinstance(region := after[done], Arrived):
+            last = region.chunk
+            units += last.units if last.part == last.parts - 1 else 0
+            done += 1
+        return Arrivals(
+            counted=self.counted + done,
+            units=units,
+            last=last,
+            open=after[done:],
+            landed=self.landed + 1,
             nbytes=self.nbytes + event.nbytes,
             scatter_s=self.scatter_s + event.scatter_s,
             slots=self.slots + event.slots,
         )
-
-    @property
-    def landed(self) -> int:
-        return sum(isinstance(region, Arrived) for region in self.regions)
-
-    @property
-    def without_gap(self) -> int:
-        """Units [0, this) of the whole hand-off are in their place, with all of their layers (S4: regions are
-        neighbours, so the last part of a unit comes behind all others)."""
-        units = 0
-        for region in self.regions:
-            if not isinstance(region, Arrived):
-                break
-            if region.chunk.part == region.chunk.parts - 1:
-                units += region.chunk.units
-        return units
 
 
 # ----------------------------------------------------------------------------------------------------- states
@@ -188,7 +203,7 @@ class Receiving(Struct, frozen=True):
     def nacks(self) -> tuple[Nack, ...]:
         return tuple(
             Nack(key=self.order.key, seq=seq, tag=region.tag)
-            for seq, region in enumerate(self.arrivals.regions)
+            for seq, region in enumerate(self.arrivals.open, self.arrivals.counted)
             if isinstance(region, Damaged)
         )
 

@@ -71,6 +71,7 @@ from baton.transfer.session.source_states import (
     Failing,
     Quarantined,
     Refused,
+    Regions,
     Released,
     Releasing,
     Sending,
@@ -140,7 +141,7 @@ def source_timer(state: SourceState) -> float | None:
         case Accepted():
             return state.terms.deadline_s
         case Sending():
-            unacked = any(isinstance(region, Announced) for region in state.regions)
+            unacked = any(isinstance(region, Announced) for region in state.regions.open)
             return min(state.terms.deadline_s, state.resend_at_s) if unacked else state.terms.deadline_s
         case AwaitingAck():
             return min(state.terms.deadline_s, state.resend_at_s)
@@ -192,7 +193,7 @@ def source_step(state: SourceState, event: SourceInput, now: float, rules: Sessi
 def _accepted(state: Accepted, event: SourceInput, now: float, rules: SessionRules) -> SourceStep:
     match event:
         case ShipRegion():
-            sending = Sending(state.terms, state.credit, (), None, now + rules.resend_after_s)
+            sending = Sending(state.terms, state.credit, Regions(), None, now + rules.resend_after_s)
             return ship(sending, event, rules)
         case Offer():
             return Step(state, Verdict.IGNORED_DUPLICATE, (to_peer(state.terms, Accept(key=state.terms.key)),))
@@ -220,7 +221,7 @@ def _sending(state: Sending, event: SourceInput, now: float, rules: SessionRules
             regions = with_acked(state.regions, event)
             if regions is None and event.credit <= state.credit:
                 return Step(state, Verdict.IGNORED_DUPLICATE)
-            return pump(replace(state, credit=max(state.credit, event.credit)), regions or state.regions)
+            return pump(replace(state, credit=max(state.credit, event.credit), regions=regions or state.regions))
         case Nack():
             return take_nack(state, event, now, rules)
         case Offer():

@@ -50,14 +50,13 @@ from baton.transfer.session.effects import (
     SourceLaneFailed,
 )
 from baton.transfer.session.source_states import (
+    ACKED,
     Acked,
     Announced,
     AwaitingAck,
     Cancelling,
     Failing,
     Gathering,
-    Queued,
-    Region,
     Regions,
     Sending,
     SourceAlive,
@@ -92,8 +91,8 @@ def ship(state: Sending, event: ShipRegion, rules: SessionRules) -> SourceStep:
         assert span.first_unit + span.units == segment.units, f"by layers only to the end: {event} of {segment}"
         span = replace(span, part=event.part, parts=event.parts, tail=span.first_unit)
     cut = cut_into_regions(span, most_in_region(segment, terms.region_units[index], span.parts))
-    assert _goes_on(state, cut[0]), f"a gap, or twice: {event} after {state.regions[-1:]}"
-    return pump(state, state.regions + tuple(Queued(region) for region in cut))
+    assert _goes_on(state, cut[0]), f"a gap, or twice: {event} after {state.regions.spans[-1:]}"
+    return pump(replace(state, regions=replace(state.regions, spans=state.regions.spans + cut)))
 
 
 def _goes_on(state: Sending, span: Span) -> bool:
@@ -101,31 +100,30 @@ def _goes_on(state: Sending, span: Span) -> bool:
     segments = state.terms.segments
     place = place_of(segments, span)
     assert place is not None, span
-    if not state.regions:
+    shipped = state.regions.spans
+    if not shipped:
         return is_within(segments, place) and is_first(place)
-    before = place_of(segments, state.regions[-1].span)
-    assert before is not None, state.regions[-1]
+    before = place_of(segments, shipped[-1])
+    assert before is not None, shipped[-1]
     return is_within(segments, place) and is_next(segments, before, place)
 
 
 def _all_shipped(state: Sending) -> bool:
-    last = place_of(state.terms.segments, state.regions[-1].span) if state.regions else None
+    shipped = state.regions.spans
+    last = place_of(state.terms.segments, shipped[-1]) if shipped else None
     return last is not None and is_last(state.terms.segments, last)
 
 
-def pump(state: Sending, regions: Regions) -> SourceStep:
+def pump(state: Sending) -> SourceStep:
     """Sends what credit allows (T3)."""
-    regions, sends = _with_credit(state.terms, regions, state.credit)
-    return Step(replace(state, regions=regions), Verdict.MOVE, sends)
-
-
-def _with_credit(terms: SourceTerms, regions: Regions, credit: int) -> tuple[Regions, tuple[SendRegion, ...]]:
-    after, sends = list(regions), []
-    for seq, region in enumerate(regions[:credit]):
-        if isinstance(region, Queued):
-            after[seq] = Gathering(region.span, terms.tag_base + seq)
-            sends.append(_send_region(terms, seq, terms.tag_base + seq, region.span))
-    return tuple(after), tuple(sends)
+    regions, terms = state.regions, state.terms
+    first, spans = regions.sent, regions.spans[regions.sent : state.credit]
+    if not spans:
+        return Step(state, Verdict.MOVE)
+    tags = range(terms.tag_base + first, terms.tag_base + first + len(spans))
+    opened = replace(regions, open=regions.open + tuple(Gathering(tag) for tag in tags))
+    sends = tuple(_send_region(terms, tag - terms.tag_base, tag, span) for tag, span in zip(tags, spans, strict=True))
+    return Step(replace(state, regions=opened), Verdict.MOVE, sends)
 
 
 def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules) -> SourceStep:
@@ -141,7 +139,7 @@ def finish(state: Sending, event: FinishSource, now: float, rules: SessionRules)
 def _done(state: Sending, result: PrefillResult) -> Done:
     return Done(
         key=state.terms.key,
-        regions=len(state.regions),
+        regions=len(state.regions.spans),
         total_tokens=state.terms.total,
         first_token=result.first_token,
         logprob=result.logprob,
@@ -152,7 +150,7 @@ def _done(state: Sending, result: PrefillResult) -> Done:
 
 def await_ack_if_announced(state: Sending, now: float, rules: SessionRules) -> SourceStep:
     result, terms = state.result, state.terms
-    if result is None or any(isinstance(region, Queued | Gathering) for region in state.regions):
+    if result is None or state.regions.queued or any(isinstance(region, Gathering) for region in state.regions.open):
         return Step(state, Verdict.MOVE)
     done = _done(state, result)
     after = AwaitingAck(terms, state.regions, done, now + rules.resend_after_s)
@@ -163,10 +161,10 @@ SendingT = TypeVar("SendingT", Sending, AwaitingAck)
 
 
 def announce(state: SendingT, event: RegionReady, now: float, rules: SessionRules) -> tuple[SendingT, SendFrame]:
-    region = state.regions[event.seq] if event.seq < len(state.regions) else None
+    region = state.regions.get(event.seq)
     if not isinstance(region, Gathering) or region.tag != event.tag:
         raise impossible(state, event)
-    span, terms = region.span, state.terms
+    span, terms = state.regions.spans[event.seq], state.terms
     chunk = Chunk(
         key=terms.key,
         seq=event.seq,
@@ -183,43 +181,41 @@ def announce(state: SendingT, event: RegionReady, now: float, rules: SessionRule
     )
     # An earlier region that waits for its Ack keeps its turn: steady progress of others must not put it off.
     resend_at_s = state.resend_at_s if unacked(state) else now + rules.resend_after_s
-    regions = _with_region(state.regions, event.seq, Announced(span, chunk))
+    regions = state.regions.with_region(event.seq, Announced(chunk))
     return replace(state, regions=regions, resend_at_s=resend_at_s), to_peer(terms, chunk)
 
 
 def with_acked(regions: Regions, ack: Ack) -> Regions | None:
     """None when the Ack says nothing new: a duplicate, or about a region that has not been announced."""
-    region = regions[ack.seq] if ack.seq < len(regions) else None
-    return _with_region(regions, ack.seq, Acked(region.span)) if isinstance(region, Announced) else None
+    return regions.with_region(ack.seq, ACKED) if isinstance(regions.get(ack.seq), Announced) else None
 
 
 def take_nack(state: SendingT, nack: Nack, now: float, rules: SessionRules) -> SourceStep:
-    region = state.regions[nack.seq] if nack.seq < len(state.regions) else None
-    match region:
-        case None | Queued() | Acked():
+    match state.regions.get(nack.seq):
+        case None | Acked():
             return stale(state)
-        case Gathering(_, tag):
+        case Gathering(tag):
             return Step(state, Verdict.IGNORED_DUPLICATE if tag == nack.tag else Verdict.IGNORED_STALE)
-        case Announced(span, chunk):
+        case Announced(chunk):
             if chunk.tag == nack.tag:
                 return Step(state, Verdict.IGNORED_DUPLICATE)
             if chunk.tag != state.terms.tag_base + nack.seq:
                 reason = f"{state.terms.peer.worker} wants region {nack.seq} a third time"
                 return _fail(state, Failure(code=ErrorCode.TRANSFER_CORRUPT, reason=reason), now, rules, True)
-            after = replace(state, regions=_with_region(state.regions, nack.seq, Gathering(span, nack.tag)))
-            return Step(after, Verdict.MOVE, (_send_region(state.terms, nack.seq, nack.tag, span),))
+            after = replace(state, regions=state.regions.with_region(nack.seq, Gathering(nack.tag)))
+            again = _send_region(state.terms, nack.seq, nack.tag, state.regions.spans[nack.seq])
+            return Step(after, Verdict.MOVE, (again,))
 
 
 def unacked(state: Sending | AwaitingAck) -> tuple[SendFrame, ...]:
-    return tuple(to_peer(state.terms, r.chunk) for r in state.regions if isinstance(r, Announced))
+    return tuple(to_peer(state.terms, r.chunk) for r in state.regions.open if isinstance(r, Announced))
 
 
 def announced_any(state: Sending) -> bool:
     """Whether the peer has ever been shown a region. One that is gathered again counts."""
-    return any(
-        isinstance(region, Announced | Acked)
-        or (isinstance(region, Gathering) and region.tag != state.terms.tag_base + seq)
-        for seq, region in enumerate(state.regions)
+    regions, first_tag = state.regions, state.terms.tag_base + state.regions.acked
+    return regions.acked > 0 or any(
+        not isinstance(region, Gathering) or region.tag != tag for tag, region in enumerate(regions.open, first_tag)
     )
 
 
@@ -276,10 +272,6 @@ def _fail(
 
 def stale(state: SourceState) -> SourceStep:
     return Step(state, Verdict.IGNORED_STALE)
-
-
-def _with_region(regions: Regions, seq: int, region: Region) -> Regions:
-    return (*regions[:seq], region, *regions[seq + 1 :])
 
 
 def _send_region(terms: SourceTerms, seq: int, tag: int, span: Span) -> SendRegion:

@@ -42,34 +42,57 @@ from baton.transfer.session.step import (
 # ---------------------------------------------------------------------------------------------------- regions
 
 
-class Queued(Struct, frozen=True):
-    """Waits for credit."""
-
-    span: Span
-
-
 class Gathering(Struct, frozen=True):
     """A SendRegion is open for it."""
 
-    span: Span
     tag: int
 
 
 class Announced(Struct, frozen=True):
     """Its bytes are on their way; the Chunk is re-sent until Ack."""
 
-    span: Span
     chunk: Chunk
 
 
 class Acked(Struct, frozen=True):
     """In the sink's pages."""
 
-    span: Span
+
+Region = Gathering | Announced | Acked
+ACKED = Acked()
 
 
-Region = Queued | Gathering | Announced | Acked
-Regions = tuple[Region, ...]  # by seq
+class Regions(Struct, frozen=True):
+    """Everything shipped so far, as regions by seq: first those in the sink's pages, then those under way, then those
+    that wait for credit. A step changes what is under way, so it costs O(credit) however long the hand-off is."""
+
+    spans: tuple[Span, ...] = ()  # of all of them
+    acked: int = 0  # so many from the first on are in the sink's pages
+    open: tuple[Region, ...] = ()  # from seq `acked` on; the first is not Acked
+
+    @property
+    def sent(self) -> int:
+        """Regions that credit was used for."""
+        return self.acked + len(self.open)
+
+    @property
+    def queued(self) -> bool:
+        """Whether one waits for credit."""
+        return self.sent < len(self.spans)
+
+    def get(self, seq: int) -> Region | None:
+        """None: it waits for credit, or there is none."""
+        if seq < self.acked:
+            return ACKED
+        return self.open[seq - self.acked] if seq < self.sent else None
+
+    def with_region(self, seq: int, region: Region) -> Regions:
+        at = seq - self.acked
+        after = (*self.open[:at], region, *self.open[at + 1 :])
+        done = 0
+        while done < len(after) and isinstance(after[done], Acked):
+            done += 1
+        return Regions(self.spans, self.acked + done, after[done:])
 
 
 # ----------------------------------------------------------------------------------------------------- states
