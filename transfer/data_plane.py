@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import assert_never
 
@@ -24,13 +24,13 @@ from baton.common.ids import Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress, Member, Probe, ProbeReady
 from baton.common.trace import Args, Recorder
-from baton.transfer.caps import Caps
 from baton.transfer.digest import RegionDigest
 from baton.transfer.incoming import Incoming
 from baton.transfer.lane_probes import LaneProbes
 from baton.transfer.link import LaneView
 from baton.transfer.outgoing import Outgoing
 from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.plane_parts import PlaneParts
 from baton.transfer.pool_copier import HostCopier, PoolCopier
 from baton.transfer.session.effects import (
     CloseSink,
@@ -91,17 +91,15 @@ class DataPlane:
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)
-        lane_caps = asdict(config.lane_max_gbps)
-        parts = (handler, self._lanes, self._answer, lambda: next(numbers))
-        self._incoming = Incoming(config, Caps(config.max_gbps, lane_caps), *parts)
-        self._outgoing = Outgoing(config, Caps(config.max_gbps, lane_caps), *parts)
+        parts = PlaneParts(config, handler, self._lanes, self._answer, lambda: next(numbers))
+        self._incoming, self._outgoing = Incoming(parts), Outgoing(parts)
         self._frames: list[SendFrame] = []
         component = memory.layout.components[0]
         self._probes = LaneProbes(
             self._lanes,
             (self._incoming.ring, self._outgoing.ring),
             (component, handler.unit_bytes(component)),
-            lambda: next(numbers),
+            parts.next_op,
             self._incoming.is_idle,
             lambda peer, body: self._frames.append(SendFrame(peer.worker, peer.epoch, body)),
         )

@@ -8,22 +8,18 @@ page that is not registered (`staging.StagingHandler` sees to that).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from baton.common.config import TransferConfig
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.messages import MAX_REGION_UNITS, Failure, unpack_tokens
-from baton.transfer.caps import Caps
 from baton.transfer.link import Chosen, NoLane, Wait
-from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.plane_parts import PlaneParts
 from baton.transfer.region_queue import RegionQueue
 from baton.transfer.session.effects import (
-    DataEvent,
     Landed,
     LandRegion,
     PrepareSink,
@@ -41,8 +37,6 @@ from baton.transfer.staging import (
     Scattered,
     Scattering,
     SlotLease,
-    StagingHandler,
-    StagingRing,
 )
 from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
 
@@ -94,24 +88,14 @@ class _Scatter:
 
 
 class Incoming:
-    """`answer` takes the events for the endpoint; `next_op` numbers operations, over both halves."""
-
-    def __init__(
-        self,
-        config: TransferConfig,
-        caps: Caps,
-        handler: StagingHandler,
-        lanes: PeerLanes,
-        answer: Callable[[DataEvent], None],
-        next_op: Callable[[], int],
-    ) -> None:
+    def __init__(self, parts: PlaneParts) -> None:
+        config, caps = parts.config, parts.new_caps()
         self._config = config
-        self._handler = handler
-        self._lanes = lanes
-        self._answer = answer
-        self._next_op = next_op
-        self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
-        handler.copier.use_staging(self.ring.memory)
+        self._handler = parts.handler
+        self._lanes = parts.lanes
+        self._answer = parts.answer
+        self._next_op = parts.next_op
+        self.ring = parts.new_ring()
         self._shares = SlotShares()
         self._waiting: dict[HandoffKey, PrepareSink] = {}  # for a lane or a slot
         self._recheck_at_s, self._seen_version = 0.0, 0

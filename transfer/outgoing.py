@@ -7,25 +7,21 @@ Never: a decision about a hand-off.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.common.config import TransferConfig
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import Failure
-from baton.transfer.caps import Caps
-from baton.transfer.peer_lanes import PeerLanes
+from baton.transfer.plane_parts import PlaneParts
 from baton.transfer.pool_copier import Copying
 from baton.transfer.region_queue import RegionQueue
 from baton.transfer.session.effects import (
-    DataEvent,
     RegionReady,
     SendRegion,
     SourceFenced,
     SourceLaneFailed,
 )
-from baton.transfer.staging import SlotLease, StagingHandler, StagingRing
+from baton.transfer.staging import SlotLease
 from baton.transfer.transports.base import Bytes, Ended, OperationEnd, Rows
 
 
@@ -58,23 +54,13 @@ class _Send:
 
 
 class Outgoing:
-    """`answer` takes the events for the endpoint; `next_op` numbers operations, over both halves."""
-
-    def __init__(
-        self,
-        config: TransferConfig,
-        caps: Caps,
-        handler: StagingHandler,
-        lanes: PeerLanes,
-        answer: Callable[[DataEvent], None],
-        next_op: Callable[[], int],
-    ) -> None:
-        self._handler = handler
-        self._lanes = lanes
-        self._answer = answer
-        self._next_op = next_op
-        self.ring = StagingRing(config.staging_ring_bytes, config.region_bytes)
-        handler.copier.use_staging(self.ring.memory)
+    def __init__(self, parts: PlaneParts) -> None:
+        caps = parts.new_caps()
+        self._handler = parts.handler
+        self._lanes = parts.lanes
+        self._answer = parts.answer
+        self._next_op = parts.next_op
+        self.ring = parts.new_ring()
         # A receiver that leaves what it was promised lying takes no more than half from others.
         self._to_send: RegionQueue[_Region] = RegionQueue(caps, max(1, self.ring.slots // 2))  # through slots
         self._to_offer: RegionQueue[_Region] = RegionQueue(caps, 1)  # straight out of the pages
