@@ -7,7 +7,6 @@ size is sealed, and the bytes stay for as long as somebody maps them, also after
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -19,23 +18,14 @@ from typing import Final, final
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.huge_pages import ask_for_huge_pages
+
 NONCE_BYTES: Final = 16
 HEADER_BYTES: Final = mmap.PAGESIZE
 """The nonce's page, before the memory itself."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-
 Bytes = npt.NDArray[np.uint8]
-
-
-def shared_huge_pages() -> bool:
-    """Whether the system gives shared memory huge pages to those who ask."""
-    try:
-        choice = _HUGE_PAGES.read_text()
-    except OSError:
-        return False
-    return any(f"[{name}]" in choice for name in ("always", "within_size", "advise", "force"))
 
 
 class NotShared(Exception):
@@ -53,8 +43,7 @@ class SharedBlock:
         os.ftruncate(self.fd, HEADER_BYTES + nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         mapped = mmap.mmap(self.fd, HEADER_BYTES + nbytes)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(mapped)
         whole = np.frombuffer(mapped, dtype=np.uint8)
         self._nonce = whole[:NONCE_BYTES]
         self._nonce[:] = np.frombuffer(self.nonce, dtype=np.uint8)

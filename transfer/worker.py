@@ -26,6 +26,7 @@ from baton.common.engine.fake_runner import fake_runner
 from baton.common.engine.loop import EngineLoop, end_process
 from baton.common.engine.trace import EngineTrace
 from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
+from baton.common.huge_pages import shared_huge_pages
 from baton.common.ids import Stamp
 from baton.common.kv.census import Census
 from baton.common.kv.checker import InvariantChecker, who_holds
@@ -39,7 +40,6 @@ from baton.common.kv.tiers.tiers import Tiers, open_tiers
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
 from baton.common.messages import Load
-from baton.common.shared_memory import shared_huge_pages
 from baton.common.trace import ProcessTrace, Recorder
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.common import shared_memory
+from baton.common import huge_pages
 from baton.common.shared_memory import NotShared, SharedBlock, SharedView
 
 CHILD = """
@@ -105,8 +105,8 @@ def test_whether_shared_memory_has_huge_pages_is_the_kernels_word(
     file = tmp_path / "shmem_enabled"
     if choice is not None:
         file.write_text(choice)
-    monkeypatch.setattr(shared_memory, "_HUGE_PAGES", file)
-    assert shared_memory.shared_huge_pages() is huge
+    monkeypatch.setattr(huge_pages, "OF_SHARED_MEMORY", file)
+    assert huge_pages.shared_huge_pages() is huge
 
 
 def test_a_block_that_nobody_needs_gives_its_descriptor_back() -> None:

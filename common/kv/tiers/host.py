@@ -5,13 +5,13 @@ Never: checks what it kept (memory is trusted as the pool's is), or outlives its
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
+from baton.common.huge_pages import ask_for_huge_pages
 from baton.common.kv.tiers.keys import PageKey
 from baton.common.kv.tiers.store import Bytes, Demote, StoreCounters, StoreUnavailable
 from baton.common.units import format_bytes
@@ -34,8 +34,7 @@ class HostStore:
             block = mmap.mmap(-1, slots * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise StoreUnavailable(f"host tier: {format_bytes(capacity_bytes)} cannot be had: {error}") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(block)
         self._slots: Bytes = np.frombuffer(block, dtype=np.uint8).reshape(slots, page_bytes)
         self._free = list(range(slots - 1, -1, -1))
         self._slot_of: OrderedDict[PageKey, int] = OrderedDict()  # least recently used first
