@@ -68,7 +68,7 @@ class Clients:
             assert gateway is not None
             gateway.after(
                 0.0,
-                lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.world.now)),
+                lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.now)),
                 "stop string",
             )
 

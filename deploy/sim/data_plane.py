@@ -48,8 +48,11 @@ from baton.transfer.staging import state_pieces_of, unit_rows
 
 STAGED_LANE = "zmq"
 PULL_LANE = "local"
+DIRECT_LANE = "tcp"
 LANE_TIMEOUT_S = 2.0
 """A region that has not come by then will not: the lane is called broken."""
+SPARE_SLOT = 0.2
+"""How often a hand-off is given a slot more, where nobody waits for it."""
 
 
 class Host(Receiver, Protocol):
@@ -71,8 +74,12 @@ class Host(Receiver, Protocol):
 class _Sink:
     prepare: PrepareSink
     lane: str
-    slots: int
+    room: int  # regions that may be open; on the staged lane each has a slot
     open: dict[int, LandRegion] = field(default_factory=dict)  # by seq
+
+    @property
+    def slots(self) -> int:
+        return self.room if self.lane == STAGED_LANE else 0
 
 
 class SimDataPlane:
@@ -101,6 +108,7 @@ class SimDataPlane:
         self._waiting: deque[PrepareSink] = deque()
         self._sinks: dict[HandoffKey, _Sink] = {}
         self._staged: dict[int, bytes] = {}  # tag -> bytes that have arrived
+        self._offered: dict[int, SendRegion] = {}  # by tag: regions that wait in their pages to be asked for
         self._fenced_sources: set[HandoffKey] = set()
         self._lane_free_s = 0.0
 
@@ -112,8 +120,7 @@ class SimDataPlane:
     def execute(self, effect: DataEffect) -> list[DataEvent]:
         match effect:
             case PrepareSink():
-                self._waiting.append(effect)
-                return self._prepare_waiting()
+                return self._prepare(effect)
             case LandRegion():
                 self._land(effect)
                 return []
@@ -127,28 +134,38 @@ class SimDataPlane:
                 return []
             case FenceSource(key):
                 self._fenced_sources.add(key)
+                self._offered = {tag: offer for tag, offer in self._offered.items() if offer.key != key}
                 return [SourceFenced(key)]
             case _:
                 assert_never(effect)
 
     # -------------------------------------------------------------------------------------------- sink
 
+    def _prepare(self, effect: PrepareSink) -> list[DataEvent]:
+        """Only who takes the staged lane waits for slots."""
+        if self._worker_at(effect.peer) is None and self._schedule.rng.random() < 0.5:
+            failure = Failure(code=ErrorCode.NO_WORKER, reason="no lane to the peer")
+            return [SinkNotPrepared(effect.key, failure, True)]
+        lot, pull = self._schedule.rng.random(), self._settings.pull_lane
+        if lot < pull + self._settings.direct_lane:
+            lane = PULL_LANE if lot < pull else DIRECT_LANE
+            return [self._open(effect, lane, self._settings.transfer.credit_regions)]
+        self._waiting.append(effect)
+        return self._prepare_waiting()
+
     def _prepare_waiting(self) -> list[DataEvent]:
         """Slots in order of arrival."""
         events: list[DataEvent] = []
         while self._waiting and self._free_slots > 0:
-            prepare = self._waiting.popleft()
-            if self._worker_at(prepare.peer) is None and self._schedule.rng.random() < 0.5:
-                failure = Failure(code=ErrorCode.NO_WORKER, reason="no lane to the peer")
-                events.append(SinkNotPrepared(prepare.key, failure, True))
-                continue
-            lane = PULL_LANE if self._schedule.rng.random() < self._settings.pull_lane else STAGED_LANE
             credit = min(self._free_slots, self._settings.transfer.credit_regions)
             self._free_slots -= credit
-            self._sinks[prepare.key] = _Sink(prepare, lane, credit)
-            region_units = (self._settings.region_pages,) * len(prepare.spans)
-            events.append(SinkPrepared(prepare.key, lane, credit, region_units, self._settings.lane_gbps))
+            events.append(self._open(self._waiting.popleft(), STAGED_LANE, credit))
         return events
+
+    def _open(self, prepare: PrepareSink, lane: str, credit: int) -> SinkPrepared:
+        self._sinks[prepare.key] = _Sink(prepare, lane, credit)
+        region_units = (self._settings.region_pages,) * len(prepare.spans)
+        return SinkPrepared(prepare.key, lane, credit, region_units, self._settings.lane_gbps)
 
     def _close(self, key: HandoffKey) -> list[DataEvent]:
         """Gives the slots back. What is still in the air for them is dropped when it lands."""
@@ -165,12 +182,16 @@ class SimDataPlane:
     def _land(self, effect: LandRegion) -> None:
         sink = self._sinks[effect.key]
         assert effect.chunk.seq not in sink.open, f"region {effect.chunk.seq} of {effect.key} is landing already"
-        assert len(sink.open) < sink.slots, "more regions than slots"
+        assert len(sink.open) < sink.room, "more regions than were promised room"
         sink.open[effect.chunk.seq] = effect
         self._probe("land_region", (self._host, effect))
         if effect.lane in PULL_LANES:
             self._probe("bytes_moving", (self._host, effect))
             self._host.after(self._work_s(effect.chunk.nbytes), lambda: self._pulled(effect), "pull")
+        elif effect.lane == DIRECT_LANE:
+            asked = partial(self._at, self._host.stamp, effect.tag)
+            self._network.carry(self._host.stamp, effect.peer.worker, asked)
+            self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
         elif effect.tag in self._staged:
             data = self._staged.pop(effect.tag)
             self._probe("bytes_moving", (self._host, effect))
@@ -206,7 +227,20 @@ class SimDataPlane:
             return
         self._host.assert_writable(effect.key, component, self._pages(component, units))
         self.stretch(effect.chunk)[units] = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
-        self._end_landing(effect, Landed(effect.key, effect.chunk.seq, len(data), 0.001))
+        self._end_landing(effect, self._landed(effect, len(data)))
+
+    def _landed(self, effect: LandRegion, nbytes: int) -> Landed:
+        """Its slot goes to who waits for one, or there is room for one more region, or neither."""
+        sink = self._sinks[effect.key]
+        slots = 1
+        if sink.lane == STAGED_LANE:
+            if self._waiting and sink.room > 1:
+                slots = 0
+            elif self._free_slots > 0 and self._schedule.rng.random() < SPARE_SLOT:
+                slots = 2
+        sink.room += slots - 1
+        self._free_slots -= slots - 1 if sink.lane == STAGED_LANE else 0
+        return Landed(effect.key, effect.chunk.seq, nbytes, 0.001, slots)
 
     def _pulled(self, effect: LandRegion) -> None:
         """Reads the peer's pages under its read grant, straight into the own ones."""
@@ -228,7 +262,7 @@ class SimDataPlane:
         if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
             self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
         else:
-            self._end_landing(effect, Landed(effect.key, effect.chunk.seq, effect.chunk.nbytes, 0.001))
+            self._end_landing(effect, self._landed(effect, effect.chunk.nbytes))
 
     def _lane_failed(self, effect: LandRegion) -> None:
         if self._is_open(effect):
@@ -240,6 +274,8 @@ class SimDataPlane:
         del self._sinks[effect.key].open[effect.chunk.seq]
         self._probe("landing_ended", (self._host, event))
         self._host.answer(event)
+        for granted in self._prepare_waiting():
+            self._host.answer(granted)
 
     def _units_of(self, effect: LandRegion) -> np.ndarray:
         chunk = effect.chunk
@@ -265,7 +301,9 @@ class SimDataPlane:
         self._host.assert_readable(effect.key, component, self._pages(component, units))
         data = self.stretch(effect.span)[units].tobytes()
         digest = xxhash.xxh3_64_intdigest(data)
-        if effect.lane not in PULL_LANES:
+        if effect.lane == DIRECT_LANE:
+            self._offered[effect.tag] = effect
+        elif effect.lane not in PULL_LANES:
             self._send_bytes(effect, data)
         self._host.answer(RegionReady(effect.key, effect.seq, effect.tag, len(data), digest))
 
@@ -277,11 +315,66 @@ class SimDataPlane:
             return
 
         def arrive(receiver: Receiver) -> None:
+            """Whoever sits there now: a successor has never given out this tag."""
             host = self._worker_at(receiver.stamp)
-            if host is not None and host.stamp == effect.peer:
+            if host is not None:
                 host.data.region_arrived(effect.tag, data)
 
         self._network.carry(self._host.stamp, effect.peer.worker, arrive)
+
+    # ------------------------------------------------------------------------------------- direct lane
+
+    def _at(self, asker: Stamp, tag: int, receiver: Receiver) -> None:
+        """A region is asked for: it leaves unit by unit, straight out of the pages of whoever has offered it."""
+        host = self._worker_at(receiver.stamp)
+        if host is not None:
+            host.data.asked_for(tag, asker)
+
+    def asked_for(self, tag: int, asker: Stamp) -> None:
+        effect = self._offered.get(tag)
+        if effect is not None and effect.peer == asker:
+            self._send_unit(effect, 0)
+
+    def _send_unit(self, effect: SendRegion, at: int) -> None:
+        rng, faults, component = self._schedule.rng, self._network.faults, effect.span.component
+        if effect.key in self._fenced_sources or (faults.region_lost and rng.random() < faults.region_lost):
+            return  # the stream ends here
+        units = unpack_tokens(effect.span.pages)[at : at + 1]
+        self._host.assert_readable(effect.key, component, self._pages(component, units))
+        data = self.stretch(effect.span)[units].tobytes()
+        if faults.region_damaged and rng.random() < faults.region_damaged:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        work_s = self._work_s(len(data)) / effect.span.units
+
+        def arrive(receiver: Receiver) -> None:
+            host = self._worker_at(receiver.stamp)
+            if host is not None:
+                host.data.unit_arrived(effect.tag, at, data)
+            if at + 1 < effect.span.units:
+                self._host.after(0.0, lambda: self._send_unit(effect, at + 1), "send")
+
+        self._host.after(work_s, lambda: self._network.carry(self._host.stamp, effect.peer.worker, arrive), "send")
+
+    def unit_arrived(self, tag: int, at: int, data: bytes) -> None:
+        """Into its page, if it is wanted."""
+        for sink in self._sinks.values():
+            for effect in sink.open.values():
+                if effect.tag == tag:
+                    self._place_unit(effect, at, data)
+                    return
+        self._probe("late_region_dropped", (self._host, tag))
+
+    def _place_unit(self, effect: LandRegion, at: int, data: bytes) -> None:
+        units, component = self._units_of(effect), effect.chunk.component
+        self._probe("bytes_moving", (self._host, effect))
+        self._host.assert_writable(effect.key, component, self._pages(component, units[at : at + 1]))
+        pool = self.stretch(effect.chunk)
+        pool[units[at]] = np.frombuffer(data, dtype=np.uint8)
+        if at + 1 == len(units):
+            if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
+                self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+            else:
+                self._end_landing(effect, self._landed(effect, effect.chunk.nbytes))
 
     def _work_s(self, nbytes: int = 0) -> float:
         """A region's turn and time on the lane, where bytes take time."""

@@ -1,4 +1,4 @@
-"""Control frames and region bytes between simulated processes: delayed, lost, doubled, reordered, cut.
+"""Control frames and region bytes between simulated processes: delayed, lost, doubled, reordered, cut, clogged.
 
 Owns what is under way and which pairs are cut off from each other. Knows who sits in a seat *now*, so that a frame for
 a dead process reaches its successor, as it would on a real address. Never: looks into a frame.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Body, Frame, Heartbeat, decode_frame, encode_frame
+from baton.common.messages import Body, Frame, HandoffBody, Heartbeat, decode_frame, encode_frame
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import NO_FAULTS, LinkFaults
 
@@ -48,6 +48,7 @@ class Network:
         self._probe = probe
         self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay
         self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
+        self._clogged_until_s: dict[tuple[WorkerId, WorkerId], float] = {}  # directed
         self._labels: dict[tuple[WorkerId, type[Body]], str] = {}  # of frames, for the trace
 
     def calm_down(self) -> None:
@@ -59,6 +60,10 @@ class Network:
         self._cut[(a, b)] = self._cut.get((a, b), 0) + 1
 
         self._schedule.after(seconds, self._heal, a, b)
+
+    def clog(self, a: WorkerId, b: WorkerId, seconds: float) -> None:
+        """Nothing arrives at `b` from `a` for a while: what is sent meanwhile arrives afterwards."""
+        self._clogged_until_s[(a, b)] = self._schedule.now + seconds
 
     def _heal(self, a: WorkerId, b: WorkerId) -> None:
         self._cut[(a, b)] -= 1
@@ -80,13 +85,14 @@ class Network:
             frame = decode_frame(encode_frame(frame))
         copies = 2 if faults.duplicate and schedule.rng.random() < faults.duplicate else 1
         for _ in range(copies):
-            schedule.enter(schedule.now + extra_s + self._delay_s(), None, "", self._arrive, (worker, frame))
+            delay_s = extra_s + self._delay_s(sender.worker, worker)
+            schedule.enter(schedule.now + delay_s, None, "", self._arrive, (worker, frame))
 
     def carry(self, sender: Stamp, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
         """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a
         stream. Lost only with the lane, which is the data plane's to simulate."""
         if (sender.worker, worker) not in self._cut:
-            self._schedule.after(self._delay_s(), self._deliver, worker, arrive)
+            self._schedule.after(self._delay_s(sender.worker, worker), self._deliver, worker, arrive)
 
     def _deliver(self, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
         receiver = self._seat(worker)
@@ -99,16 +105,19 @@ class Network:
             return
         if frame.dst_epoch and frame.dst_epoch != receiver.stamp.epoch:
             self._probe("frame_for_another_epoch", frame)
-            return
+            if not isinstance(frame.body, HandoffBody):  # an endpoint looks for itself
+                return
         kind = (frame.src.worker, type(frame.body))
         label = self._labels.get(kind)
         if label is None:
             label = self._labels[kind] = f"{type(frame.body).__name__} of {frame.src.worker}"
         receiver.run(receiver.frame_arrived, label, frame)
 
-    def _delay_s(self) -> float:
+    def _delay_s(self, a: WorkerId, b: WorkerId) -> float:
         rng, faults = self._schedule.rng, self.faults
         delay_s = rng.random() * faults.delay_s
+        if self._clogged_until_s:
+            delay_s += max(0.0, self._clogged_until_s.get((a, b), 0.0) - self._schedule.now)
         if faults.reorder and rng.random() < faults.reorder:
             delay_s += rng.random() * faults.reorder_s
         return delay_s

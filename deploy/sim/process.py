@@ -45,11 +45,12 @@ class Wakeup:
         self._at_s: float | None = None
 
     def want(self, at_s: float | None) -> None:
+        """By the clock of the process."""
         if at_s is None or (self._at_s is not None and self._at_s <= at_s):
             return
         self._at_s = at_s
         # Exactly then: a rounded difference would fire a hair too early, find nothing due, and so on for ever.
-        self._schedule.enter(at_s, self._process, self._label, self._fire, (at_s,))
+        self._schedule.enter(self._process.clock.world_s(at_s), self._process, self._label, self._fire, (at_s,))
 
     def _fire(self, at_s: float) -> None:
         if self._at_s == at_s:
@@ -58,7 +59,7 @@ class Wakeup:
 
 
 class SimProcess:
-    """What every process has: a stamp, a life, and a queue of what came while it was stopped."""
+    """What every process has: a stamp, a clock, a life, and a queue of what came while it was stopped."""
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         self.world = world
@@ -66,9 +67,15 @@ class SimProcess:
         self.stamp = stamp
         self.name = f"{stamp.worker}@{stamp.incarnation}"
         self.role = role
+        self.clock = world.new_clock()
         self.alive = True
         self.paused = False
         self.backlog: list[Event] = []
+
+    @property
+    def now(self) -> float:
+        """By its own clock, which shows another time than others' do and may run at another speed."""
+        return self.clock.local_s(self.schedule.now)
 
     def run(self, action: Callable[..., None], label: str, *args: object) -> None:
         """Does it now, or when the process is resumed, or never when it is dead."""
@@ -115,12 +122,12 @@ class MemberProcess(SimProcess):
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         super().__init__(world, stamp, role)
         self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
-        self.roster = Roster(stamp, world.settings.liveness, world.now)
+        self.roster = Roster(stamp, world.settings.liveness, self.now)
         self._tick_s = world.settings.liveness.heartbeat_interval_s / 2
         self.after(0.0, self._tick, "tick")
 
     def _tick(self) -> None:
-        now = self.schedule.now
+        now = self.now
         changes = self.roster.on_timer(now)
         if changes is not NO_CHANGE:
             self._apply(changes)
@@ -144,12 +151,12 @@ class MemberProcess(SimProcess):
         sender, body = frame.src, frame.body
         if sender.worker == CONTROLLER:
             if isinstance(body, Membership):
-                self._apply(self.roster.on_membership(sender, body, self.schedule.now))
+                self._apply(self.roster.on_membership(sender, body, self.now))
             return
         if not self.roster.lists(sender):
             self.world.probe("frame_of_unlisted_process", frame)
             return
-        changes = self.roster.on_heard(sender, self.schedule.now)
+        changes = self.roster.on_heard(sender, self.now)
         if changes is not NO_CHANGE:
             self._apply(changes)
         if isinstance(body, Heartbeat):
@@ -193,14 +200,14 @@ class GatewayProcess(MemberProcess):
         return self.core.load()
 
     def deliver(self, event: FromPeer | MembershipView) -> None:
-        effects = self.core.handle(event, self.schedule.now)
+        effects = self.core.handle(event, self.now)
         if effects or not (
             isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)
         ):  # which makes nothing due
             self.carry_out(effects)
 
     def _due(self) -> None:
-        self.carry_out(self.core.on_timer(self.world.now))
+        self.carry_out(self.core.on_timer(self.now))
 
     def carry_out(self, effects: Iterable[GatewayEffect]) -> None:
         for effect in effects:
@@ -218,7 +225,7 @@ class GatewayProcess(MemberProcess):
         self.world.clients.gateway_died(self)
 
     def cancel(self, request_id: RequestId) -> None:
-        self.run(lambda: self.carry_out(self.core.cancel(request_id, self.schedule.now)), f"cancel {request_id}")
+        self.run(lambda: self.carry_out(self.core.cancel(request_id, self.now)), f"cancel {request_id}")
 
     @property
     def settled(self) -> bool:
@@ -230,24 +237,24 @@ class ControllerProcess(SimProcess):
 
     def __init__(self, world: World, seats: Iterable[SeatSpec]) -> None:
         super().__init__(world, Stamp(CONTROLLER, 1, Epoch(1)), "controller")
-        self.core = ControllerCore(seats, world.settings.liveness, 1, world.now)
+        self.core = ControllerCore(seats, world.settings.liveness, 1, self.now)
         self._timer = Wakeup(self, self._due, "controller timer")
-        self._timer.want(world.now)
+        self._timer.want(self.now)
 
     def frame_arrived(self, frame: Frame) -> None:
-        effects = self.core.on_message(frame.src, frame.body, self.world.now)
+        effects = self.core.on_message(frame.src, frame.body, self.now)
         if effects or not isinstance(frame.body, Heartbeat):  # which makes nothing due earlier
             self._carry_out(effects)
 
     def died(self, stamp: Stamp) -> None:
         """The supervisor saw the process end: that is the proof."""
         self.run(
-            lambda: self._carry_out(self.core.on_dead(stamp.worker, stamp.incarnation, self.world.now)),
+            lambda: self._carry_out(self.core.on_dead(stamp.worker, stamp.incarnation, self.now)),
             f"dead {stamp.worker}@{stamp.incarnation}",
         )
 
     def _due(self) -> None:
-        self._carry_out(self.core.on_timer(self.world.now))
+        self._carry_out(self.core.on_timer(self.now))
 
     def _carry_out(self, effects: Iterable[StartWorker | KillWorker | Publish | Reply]) -> None:
         for effect in effects:

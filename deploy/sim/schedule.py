@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from array import array
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 MOST_AT_ONE_TIME = 10_000
 HASHED_AT_ONCE = 4096
@@ -29,6 +30,23 @@ class Actor(Protocol):
 
 Event = tuple[float, int, Actor | None, str, Callable[..., None], tuple[object, ...]]
 """When, a number that breaks ties, whose, a label for the trace, and what to call. An event of nobody has no label."""
+
+
+class Clock(NamedTuple):
+    """One process's: virtual time runs at `rate` for it, and began at `offset_s`."""
+
+    offset_s: float = 0.0
+    rate: float = 1.0
+
+    def local_s(self, world_s: float) -> float:
+        return world_s * self.rate + self.offset_s
+
+    def world_s(self, local_s: float) -> float:
+        """The first moment at which it shows `local_s`, or more."""
+        world_s = (local_s - self.offset_s) / self.rate
+        while self.local_s(world_s) < local_s:  # rounded
+            world_s = math.nextafter(world_s, math.inf)
+        return world_s
 
 
 class Schedule:

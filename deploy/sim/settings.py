@@ -38,6 +38,15 @@ LAYOUTS = ((True, False, False),) * 3 + (
 """(full, sliding, recurrent): half of the worlds run a model whose layers all attend to everything."""
 
 
+LANES: tuple[dict[str, Any], ...] = (
+    {"pull_lane": 0.0},
+    {"pull_lane": 0.5},
+    {"pull_lane": 1.0},
+    {"pull_lane": 0.0, "direct_lane": 1.0},
+    {"pull_lane": 0.4, "direct_lane": 0.3},
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSettings:
     """One world. Faults of processes and clients are numbers of events, spread over `fault_s` seconds."""
@@ -65,7 +74,8 @@ class WorldSettings:
     request_timeout_s: float = 60.0
     staging_slots: int = 6
     region_pages: int = 2
-    pull_lane: float = 0.5  # share of hand-offs that pull
+    pull_lane: float = 0.5  # share of hand-offs that pull ...
+    direct_lane: float = 0.0  # ... and of those whose regions go from page to page without staging
     region_s: float = 0.004  # most time of one gather, pull or scatter
     lane_gbps: float = 0.0  # of what one receiver takes in; 0.0: no bytes take time
     tiers: TiersConfig = field(default_factory=TiersConfig)  # of the decode workers; any level: a store that all share
@@ -80,6 +90,8 @@ class WorldSettings:
     drains: int = 0
     cancels: int = 0
     fault_s: float = 4.0
+    clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
+    clock_drift: float = 0.0  # ... and that they gain or lose in a second
     start_s: float = 0.4  # most time from start to Hello of a process
     step: StepCost = field(default_factory=lambda: StepCost(0.004, 0.0002))
     prefill_config: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=16))
@@ -141,7 +153,7 @@ def random_settings(seed: int) -> WorldSettings:
         max_tokens=rng.choice((1, 6, 16, 40)),
         staging_slots=rng.choice((1, 4, 8)),
         region_pages=rng.choice((1, 2, 8)),
-        pull_lane=rng.choice((0.0, 0.5, 1.0)),
+        **rng.choice(LANES),
         region_s=rng.choice((0.0005, 0.01, 0.05)),
         thread_hop_s=rng.choice((0.0004, 0.0004, 0.02)),
         step=StepCost(rng.choice((0.001, 0.01, 0.03)), 0.0005),

@@ -26,7 +26,7 @@ from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
 from baton.common.messages import Frame, Load
 from baton.decode.core import DecodeCore
-from baton.deploy.sim.data_plane import PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.deploy.sim.data_plane import DIRECT_LANE, PULL_LANE, STAGED_LANE, SimDataPlane
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.prefill.core import PrefillCore
@@ -93,7 +93,7 @@ class WorkerProcess(MemberProcess):
             stamp,
             settings.transfer,
             memory.layout,
-            (PULL_LANE, STAGED_LANE),
+            (PULL_LANE, DIRECT_LANE, STAGED_LANE),
             state_pieces=state_pieces_of(memory),
             layers=memory.layers,
         )
@@ -129,7 +129,7 @@ class WorkerProcess(MemberProcess):
         """Events, due timers, then at most one step; nothing at all while a step is running."""
         if self._computing is not None:
             return
-        core, now = self.core, self.schedule.now
+        core, now = self.core, self.now
         while self._inbox:
             self._post(core.handle(self._inbox.popleft(), now))
         due_s = core.next_deadline()
@@ -152,14 +152,14 @@ class WorkerProcess(MemberProcess):
         self._stages = self._stages or self.runner.stages(self._computing)
         layers = next(self._stages)
         self.world.probe("layers_over", (self, layers))
-        self._post(self.core.on_layers(layers, self.schedule.now))
+        self._post(self.core.on_layers(layers, self.now))
         self._checker.check(self.core.records())
 
     def _step_over(self) -> None:
         assert self._computing is not None
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
-        self._post(self.core.on_step(result, self.schedule.now))
+        self._post(self.core.on_step(result, self.now))
         self._turn()
 
     def _post(self, effects: Iterable[object]) -> None:
@@ -191,25 +191,25 @@ class WorkerProcess(MemberProcess):
         if isinstance(effect, OpenSink):
             self.owners[effect.key] = effect.request_id
         self.world.probe("command", (self, effect))
-        self._carry_out(self.endpoint.command(effect, self.schedule.now))
+        self._carry_out(self.endpoint.command(effect, self.now))
 
     def _io_due(self) -> None:
-        self._carry_out(self.endpoint.on_timer(self.schedule.now))
+        self._carry_out(self.endpoint.on_timer(self.now))
 
     def hand_off_frame(self, frame: Frame) -> None:
         self.world.probe("hand_off_frame", (self, frame))
-        self._carry_out(self.endpoint.on_frame(frame, self.schedule.now))
+        self._carry_out(self.endpoint.on_frame(frame, self.now))
 
     def membership_changed(self, view: MembershipView) -> None:
-        self._carry_out(self.endpoint.on_membership(view, self.schedule.now))
+        self._carry_out(self.endpoint.on_membership(view, self.now))
 
     def _speak(self) -> None:
         super()._speak()
         for worker in sorted(self.roster.silent):
-            self._carry_out(self.endpoint.on_peer_silent(worker, self.schedule.now))
+            self._carry_out(self.endpoint.on_peer_silent(worker, self.now))
 
     def answer(self, event: DataEvent) -> None:
-        self._carry_out(self.endpoint.on_data(event, self.schedule.now))
+        self._carry_out(self.endpoint.on_data(event, self.now))
 
     def _carry_out(self, effects: Iterable[EndpointEffect]) -> None:
         waiting = deque(effects)
@@ -222,7 +222,7 @@ class WorkerProcess(MemberProcess):
                 self.deliver(effect.event)
             else:
                 for event in self.data.execute(effect):
-                    waiting.extend(self.endpoint.on_data(event, self.schedule.now))
+                    waiting.extend(self.endpoint.on_data(event, self.now))
         self._io_timer.want(self.endpoint.next_deadline())
 
     # ------------------------------------------------------------------------------------------ oracles

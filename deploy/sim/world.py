@@ -20,7 +20,7 @@ from baton.deploy.controller_core import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients, random_request
 from baton.deploy.sim.network import Network
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess
-from baton.deploy.sim.schedule import Schedule
+from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore
 from baton.deploy.sim.worker import WorkerProcess
@@ -30,6 +30,9 @@ KILL_S = 0.05
 QUIET_STEP_S = 0.5
 REST_S = 150.0
 """Most time from the last arrival and the last fault until everything must be at rest."""
+
+
+TRUE_CLOCK = Clock()
 
 
 class NeverRests(AssertionError):
@@ -74,6 +77,14 @@ class World:
     @property
     def now(self) -> float:
         return self.schedule.now
+
+    def new_clock(self) -> Clock:
+        """For one more process."""
+        settings = self.settings
+        if not settings.clock_offset_s and not settings.clock_drift:
+            return TRUE_CLOCK
+        offset_s = self.rng.random() * settings.clock_offset_s
+        return Clock(offset_s, 1 + self.rng.uniform(-settings.clock_drift, settings.clock_drift))
 
     # ------------------------------------------------------------------------------------------ probes
 
@@ -184,7 +195,7 @@ class World:
         timeout_s = self.settings.request_timeout_s
         process.run(
             lambda: process.carry_out(
-                process.core.submit(request.request_id, request.prompt, request.sampling, timeout_s, self.now)
+                process.core.submit(request.request_id, request.prompt, request.sampling, timeout_s, process.now)
             ),
             f"submit {request.request_id} {len(request.prompt)}t",
         )
