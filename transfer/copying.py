@@ -6,6 +6,7 @@ Owns nothing. Never: checks ids, or touches a byte outside of the rows that it w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -34,6 +35,13 @@ def copy_rows(target: Bytes, target_ids: UnitIds | None, source: Bytes, source_i
     """target[target_ids[i]] = source[source_ids[i]] for every i; without ids all rows, in order. Both are uint8
     [rows, bytes of one] with rows of one length; rows may lie apart, a row's bytes may not. The ids must be right."""
     _copy()(target, target_ids, source, source_ids)
+
+
+def load_copies(say: Callable[[str], None]) -> None:
+    """Compiles, if need be, what would else be compiled by the first copy, and so in the thread that heartbeats."""
+    with contextlib.suppress(BuildError):  # told below
+        built(LIBRARY, say)
+    _copy()
 
 
 def copy_rows_numpy(target: Bytes, target_ids: UnitIds | None, source: Bytes, source_ids: UnitIds | None) -> None:

@@ -42,6 +42,7 @@ from baton.common.log import EventLog
 from baton.common.messages import Load
 from baton.common.trace import ProcessTrace, Recorder
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
+from baton.transfer.copying import load_copies
 from baton.transfer.io import IoThread
 from baton.transfer.process import ProcessSpec, pin_process
 from baton.transfer.reports import Flow, HandoffTimes, WorkerMetrics
@@ -181,6 +182,7 @@ class WorkerProcess:
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
         if niceness > 0:
             _log.warning("low_priority", niceness=niceness, advice="start Ray with RAY_worker_niceness=0")
+        load_copies(say)
         runner = self._make_runner(spec, say)
         memory = runner.memory
         max_context_len = min(config.model.max_model_len or runner.max_positions, runner.max_positions)

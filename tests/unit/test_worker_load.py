@@ -1,12 +1,14 @@
-"""How a worker opens the tiers below its pool, before it is on the network."""
+"""What a worker prepares before it is on the network: its copies, and the tiers below its pool."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from baton.common import env
 from baton.common.config import ClusterConfig, KvConfig, ModelConfig, TiersConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
@@ -14,15 +16,16 @@ from baton.common.engine.fake_runner import fake_runner
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import KvLayout
+from baton.common.native import built
+from baton.transfer.copying import LIBRARY
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import WorkerProcess
 
 LAYOUTS = [KvLayout(16, window=64), KvLayout(16, state=True), KvLayout(16, full=False, window=64)]
 
 
-def load(layout: KvLayout, tiers: TiersConfig, run_dir: Path) -> None:
-    """A worker with this model and these tiers, until it would begin to serve."""
-    spec = ProcessSpec(
+def spec_with(tiers: TiersConfig, run_dir: Path) -> ProcessSpec:
+    return ProcessSpec(
         worker=WorkerId("decode-0"),
         role="decode",
         incarnation=1,
@@ -33,13 +36,43 @@ def load(layout: KvLayout, tiers: TiersConfig, run_dir: Path) -> None:
         run_dir=str(run_dir),
     )
 
+
+def no_core(*_: object) -> EngineCore:
+    pytest.fail("nothing is served")
+
+
+def load(layout: KvLayout, tiers: TiersConfig, run_dir: Path) -> None:
+    """A worker with this model and these tiers, until it would begin to serve."""
+
     def runner(spec: ProcessSpec, say: Callable[[str], None]) -> ModelRunner:
         return fake_runner(dict.fromkeys(layout.components, 33), 16, layout=layout)
 
-    def core(*_: object) -> EngineCore:
-        pytest.fail("nothing is served")
+    WorkerProcess(spec_with(tiers, run_dir), no_core, 8, 64, runner, has_tiers=True).load(lambda step: None)
 
-    WorkerProcess(spec, core, 8, 64, runner, has_tiers=True).load(lambda step: None)
+
+class _LoadedSoFarError(Exception):
+    pass
+
+
+@pytest.mark.skipif(shutil.which(env.compiler()) is None, reason="no C++ compiler")
+def test_copies_are_compiled_before_anybody_counts_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runner(spec: ProcessSpec, say: Callable[[str], None]) -> ModelRunner:
+        raise _LoadedSoFarError
+
+    compiler = tmp_path / "quick"  # has compiled it before
+    compiler.write_text(f'#!/bin/sh\nfor target; do :; done\ncp "{built(LIBRARY)}" "$target"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    worker = WorkerProcess(spec_with(TiersConfig(), tmp_path), no_core, 8, 64, runner, has_tiers=False)
+    with pytest.raises(_LoadedSoFarError):
+        worker.load(said.append)
+    assert said == ["compiling the page copies (once; about two seconds)"]
+    said.clear()
+    with pytest.raises(_LoadedSoFarError):
+        worker.load(said.append)
+    assert said == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(layout.components))
