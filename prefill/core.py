@@ -1,9 +1,9 @@
 """The brain of a prefill worker: computes the KV that decode workers ask for and ships it while computing on.
 
 Owns: every accepted offer until its pages are provably nobody else's, and what the next step computes. Parts: `request`
-(one offer and its states, with a picture), `returning` (what decode workers have and give back), `grace` (those whose
-receiver was lost), `pipelining` (what is sent in the middle of a step). Never: talks to a socket, frees a
-page that a peer may still read, or holds KV for a request that has nowhere to go beyond `grace_s`.
+(one offer and its states, with a picture), `shipping` (what is handed over, and when), `returning` (what decode workers
+have and give back), `grace` (those whose receiver was lost). Never: talks to a socket, frees a page that a peer may
+still read, or holds KV for a request that has nowhere to go beyond `grace_s`.
 
 Invariants:
 F1. All pages of a request are promised before its first chunk is computed: a half-computed prompt never waits for pages
@@ -24,10 +24,7 @@ F6. What is kept without a receiver delays nobody: its pages go to the first off
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import assert_never
-
-from msgspec import structs
 
 from baton.common.config import PrefillConfig
 from baton.common.deadlines import Deadlines
@@ -38,11 +35,9 @@ from baton.common.engine.policy import chunk_end, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
-from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
 from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Failure, Load
-from baton.common.units import pages_for_tokens
 from baton.prefill.grace import KeptRequests, is_receiver_lost, serves
 from baton.prefill.pipelining import ONE_GROUP, LayerGroups
 from baton.prefill.request import (
@@ -57,13 +52,13 @@ from baton.prefill.request import (
     owner_class,
 )
 from baton.prefill.returning import Returns, Speed
+from baton.prefill.shipping import Shipping
 from baton.transfer.api import (
     AbortSink,
     AbortSource,
     FinishSource,
     OfferReceived,
     OpenSink,
-    PrefillResult,
     ShipRegion,
     SinkCommitted,
     SinkFailed,
@@ -71,7 +66,6 @@ from baton.transfer.api import (
     SourceReleased,
     SourceStopping,
 )
-from baton.transfer.plan import segments_of
 
 PrefillEffect = ShipRegion | FinishSource | AbortSource | OpenSink | AbortSink
 
@@ -85,7 +79,6 @@ class PrefillCore:
         self.pool = pool
         self._config = config
         self._vocab_size = vocab_size
-        self._layer_groups = layer_groups
         self._computing = Speed()
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
@@ -95,6 +88,7 @@ class PrefillCore:
         self._launched: dict[int, tuple[SourceRequest, int]] = {}  # row key -> request, KV length after the step
         self._deadlines: Deadlines[HandoffKey] = Deadlines()
         self._out: list[PrefillEffect] = []
+        self._shipping = Shipping(pool, layer_groups, self._out.append)
         self._numbers = 0
         self._steps = 0
         self._draining = False
@@ -326,37 +320,16 @@ class PrefillCore:
             rows.append(chunk_row(self.pool, record, request.number, request.offer.tokens, end, sampling))
             self._launched[request.number] = (request, end)
         copies = self.pool.take_state_copies(request.record for request, _ in self._launched.values())
-        return pack_batch(rows, self.pool.page_size, copies, self._plan_reports(rows)) if rows else None
-
-    def _plan_reports(self, rows: list[BatchRow]) -> tuple[int, ...]:
-        """Decides what is shipped by layers. Returns how many must be computed when a part of something can go."""
+        if not rows:
+            return None
         compute_s = self._computing.seconds(sum(len(row.input_ids) for row in rows)) or 0.0
-        reports: set[int] = set()
-        for request, end in self._launched.values():
-            if end == request.total and isinstance(request.state, Prefilling):
-                shipped, groups = request.state.shipped, self._layer_groups
-                pages = pages_for_tokens(end - shipped, self.pool.page_size)
-                parts = groups.choose(pages, request.offer.lane_gbps, compute_s)
-                if parts > 1:
-                    request.state = Prefilling(shipped, parts)
-                    reports.update(groups.layers_until(part, parts) for part in range(parts))
-        return tuple(sorted(reports))
+        reports = self._shipping.plan_layers(self._launched.values(), compute_s)
+        return pack_batch(rows, self.pool.page_size, copies, reports)
 
     def on_layers(self, layers: int, now: float) -> list[object]:
         for request, _ in self._launched.values():
-            if isinstance(request.state, Prefilling) and request.state.parts > 1:
-                self._ship_layers(request, request.state, layers)
+            self._shipping.ship_layers(request, layers)
         return self._take_out()
-
-    def _ship_layers(self, request: SourceRequest, state: Prefilling, layers: int) -> None:
-        """The parts of all that was not shipped which are complete with so many layers."""
-        total, sent = request.total, state.sent
-        pages = self.pool.pages_of(request.record, state.shipped, total)
-        while sent < state.parts and self._layer_groups.layers_until(sent, state.parts) <= layers:
-            whole = ShipRegion(request.offer.key, state.shipped, total - state.shipped, pages)
-            self._out.append(structs.replace(whole, part=sent, parts=state.parts))
-            sent += 1
-        request.state = Prefilling(total) if sent == state.parts else replace(state, sent=sent)
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
         assert set(result.keys) == self._launched.keys(), "the result of another step"
@@ -375,7 +348,7 @@ class PrefillCore:
             match request.state:
                 case Prefilling() as state:
                     if state.sent:
-                        self._ship_layers(request, state, self._layer_groups.layers)
+                        self._shipping.ship_all_layers(request)
                     elif state.shipped < request.total:
                         self.pool.cache_unfinished_req(request, request.offer.tokens)
                     self._ship(request)
@@ -393,36 +366,15 @@ class PrefillCore:
         return self._take_out()
 
     def _ship(self, request: SourceRequest) -> None:
-        """Hands over what is computed and was not handed over yet; the rest follows with later chunks."""
-        assert isinstance(request.state, Prefilling)
-        record, total, key = request.record, request.total, request.offer.key
-        shipped, end = request.state.shipped, total if request.complete else self.pool.settled_until(record)
-        if self.pool.layout.full and end > shipped:
-            pages = self.pool.pages_to_send(record, Component.FULL, shipped, end)
-            self._out.append(ShipRegion(key, shipped, end - shipped, pages))
-            request.state = Prefilling(end)
-        if request.complete:
-            self._ship_the_rest(request)
-            # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
-            found = max(0, request.cached_tokens - request.offer.start)
-            token, logprob = (request.first_token, request.logprob) if request.offer.sample else (-1, None)
-            result = PrefillResult(token, logprob, request.prefill_s, found)
-            self._out.append(FinishSource(key, result))
+        """Hands over what is computed; a request that is complete has nothing left to compute."""
+        self._shipping.ship(request)
+        if isinstance(request.state, HandingOff):
             self._prefilling.remove(request)
-            request.state = HandingOff()
-
-    def _ship_the_rest(self, request: SourceRequest) -> None:
-        """What is not kept token by token: the live window, and the state."""
-        start, total = request.offer.start, request.total
-        for segment in segments_of(self.pool.layout, start, total):
-            if segment.component is not Component.FULL:
-                pages = self.pool.pages_to_send(request.record, segment.component, start, total)
-                first, tokens = segment.first_token, total - segment.first_token
-                self._out.append(ShipRegion(request.offer.key, first, tokens, pages, segment.component))
 
     def _take_out(self) -> list[object]:
-        out, self._out = self._out, []
-        return list(out)
+        out: list[object] = list(self._out)
+        self._out.clear()
+        return out
 
     # ------------------------------------------------------------------------------------------ reporting
 

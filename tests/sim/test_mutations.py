@@ -31,6 +31,7 @@ from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
 from baton.prefill.grace import KeptRequests
 from baton.prefill.returning import Returns as PrefillReturns
+from baton.prefill.shipping import Shipping
 from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.session.effects import Landed
@@ -284,13 +285,13 @@ def ship_a_layer_early(patch):
 def exchange_what_was_shipped(patch):
     """A prompt that left by layers is offered to the tree at once: pages that the receiver is told to read may be
     exchanged for the tree's own."""
-    ship_the_rest = PrefillCore._ship_the_rest
+    ship_the_rest = Shipping._ship_the_rest
 
     def mutated(self, request):
-        self.pool.cache_unfinished_req(request, request.offer.tokens)
+        self._pool.cache_unfinished_req(request, request.offer.tokens)
         ship_the_rest(self, request)
 
-    patch.setattr(PrefillCore, "_ship_the_rest", mutated)
+    patch.setattr(Shipping, "_ship_the_rest", mutated)
 
 
 def free_while_a_return_writes(patch):
