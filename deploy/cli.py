@@ -180,11 +180,13 @@ def demo(
     decode: Decode = None,
     config: ConfigFile = None,
     settings: Settings = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of each answer.")] = None,
 ) -> None:
     """Bring a cluster up, answer a few prompts, show where the time went, take it down."""
-    from baton.deploy.demo import run_demo
+    from baton.deploy.demo import DEFAULT_MAX_TOKENS, run_demo
 
-    run_demo(_layers(config, settings, _flags(model, prefill, decode, None, 0, None)), Console(highlight=False))
+    layers = _layers(config, settings, _flags(model, prefill, decode, None, 0, None))
+    run_demo(layers, Console(highlight=False), max_tokens or DEFAULT_MAX_TOKENS)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from baton.deploy.serve import decide, running_cluster
 from baton.deploy.show import Wrapped, all_idle, print_census, print_lanes, print_timings
 from baton.deploy.status import GatewayStatus
 
-MAX_TOKENS = 96
+DEFAULT_MAX_TOKENS = 96
 IDLE_WAIT_S = 15.0
 
 PROMPTS: tuple[tuple[str, tuple[Message, ...]], ...] = (
@@ -52,13 +52,13 @@ class DemoFailed(BatonError):
     """The cluster answered, but not as it should."""
 
 
-def run_demo(layers: Sequence[Layer], console: Console) -> None:
+def run_demo(layers: Sequence[Layer], console: Console, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Raises DemoFailed when an answer did not come through a hand-off, or pages are still held at the end."""
     config = decide(layers, console)
     with running_cluster(config, console) as handle:
         console.print()
         with Client(handle.gateway_url) as client:
-            answers = [(name, _answer(client, name, messages, console)) for name, messages in PROMPTS]
+            answers = [(name, _answer(client, name, messages, max_tokens, console)) for name, messages in PROMPTS]
             status = _wait_until_idle(client)
         print_timings(answers, console)
         console.print()
@@ -72,10 +72,10 @@ def run_demo(layers: Sequence[Layer], console: Console) -> None:
         raise DemoFailed("some pages are neither free nor cached")
 
 
-def _answer(client: Client, name: str, messages: Sequence[Message], console: Console) -> Answer:
+def _answer(client: Client, name: str, messages: Sequence[Message], max_tokens: int, console: Console) -> Answer:
     console.print(f"[bold cyan]{name}[/]  ", end="")
     console.print(messages[-1]["content"], style="cyan", markup=False)
-    with client.stream(messages, max_tokens=MAX_TOKENS, temperature=0) as stream:
+    with client.stream(messages, max_tokens=max_tokens, temperature=0) as stream:
         text = Wrapped(lambda piece: console.out(piece, end="", highlight=False), console.width)
         for part in stream:
             text.write(part)

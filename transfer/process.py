@@ -25,7 +25,7 @@ from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.transfer.mesh import ClusterKeys
 
 _PR_SET_PDEATHSIG = 1
-_STAT_START_TIME = 19  # field 22 of /proc/pid/stat, counted after the name's closing parenthesis
+_STAT_STATE, _STAT_START_TIME = 0, 19  # fields 3 and 22 of /proc/pid/stat, counted after the name's parenthesis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ def recorded_pid(run_dir: str, name: str) -> int | None:
 
 
 def reap(run_dir: str, name: str, grace_s: float, timeout_s: float) -> bool:
-    """Waits `grace_s` for the recorded process to go by itself, then kills it with SIGKILL and waits until it is gone.
-    True is proof for this node: no process of that name lives here and none can come back. False: the kernel had not
-    finished it in time (ask again)."""
+    """Waits `grace_s` for the recorded process to go by itself (one that is stopped cannot), then kills it with SIGKILL
+    and waits until it is gone. True is proof for this node: no process of that name lives here and none can come back.
+    False: the kernel had not finished it in time (ask again)."""
     pid = recorded_pid(run_dir, name)
     if pid is not None:
         try:
@@ -136,7 +136,7 @@ def _end_and_wait(handle: int, pid: int, run_dir: str, name: str, grace_s: float
             return True
         poller = select.poll()
         poller.register(handle, select.POLLIN)
-        if poller.poll(round(grace_s * 1000)):
+        if not _is_stopped(pid) and poller.poll(round(grace_s * 1000)):
             return True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -147,11 +147,22 @@ def _end_and_wait(handle: int, pid: int, run_dir: str, name: str, grace_s: float
 
 def _start_time(pid: int) -> int | None:
     """Clock ticks after boot; None when there is no such process. A zombie still has one: `reap` asks its pidfd."""
+    stat = _stat(pid)
+    return None if stat is None else int(stat[_STAT_START_TIME])
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal: it does nothing until it is told to go on, or killed."""
+    stat = _stat(pid)
+    return stat is not None and stat[_STAT_STATE] == "T"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What the kernel says of a process, after its name; None when there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(stat.rpartition(")")[2].split()[_STAT_START_TIME])
 
 
 def pin_process(cores: tuple[int, ...]) -> None:

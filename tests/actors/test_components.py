@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(params=["local", "zmq"])
-def cluster(ray_session: None, request: pytest.FixtureRequest) -> Iterator[ClusterHandle]:
+def cluster(ray_session: str, request: pytest.FixtureRequest) -> Iterator[ClusterHandle]:
     handle = launch(kill_config(f"layered-{request.param}", (request.param,)), class_paths=LAYERED)
     yield handle
     handle.shutdown()

@@ -45,7 +45,7 @@ def stub_config(name: str) -> ClusterConfig:
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(ray_session: None) -> Iterator[ClusterHandle]:
+def shared_cluster(ray_session: str) -> Iterator[ClusterHandle]:
     handle = launch(stub_config("controller-test"), class_paths=STUBS)
     yield handle
     processes = [pid_of(handle, name) for name in names(handle.status())]
@@ -155,18 +155,18 @@ def test_a_process_that_was_starting_when_the_controller_died_is_started(cluster
     wait_for(cluster, lambda s: incarnation(s) > old)
 
 
-def test_a_process_that_cannot_start_fails_the_launch_with_its_reason(ray_session: None) -> None:
+def test_a_process_that_cannot_start_fails_the_launch_with_its_reason(ray_session: str) -> None:
     with pytest.raises(LaunchError, match=r"decode-0 could not start: .*there is no such model"):
         launch(stub_config("is-broken"), class_paths=STUBS)
 
 
-def test_a_controller_that_cannot_start_fails_the_launch_with_its_reason(ray_session: None) -> None:
+def test_a_controller_that_cannot_start_fails_the_launch_with_its_reason(ray_session: str) -> None:
     config = replace(stub_config("elsewhere"), bind_host="192.0.2.1")  # an address of nobody
     with pytest.raises(LaunchError, match=r"^the controller could not start: bind_host = '192.*cannot listen there"):
         launch(config, class_paths=STUBS)
 
 
-def test_workers_that_cannot_exchange_pages_fail_the_launch_by_field(ray_session: None) -> None:
+def test_workers_that_cannot_exchange_pages_fail_the_launch_by_field(ray_session: str) -> None:
     with pytest.raises(LaunchError, match=r"layout: (a != b|b != a)"):
         launch(stub_config("layout-differs"), class_paths=STUBS)
 

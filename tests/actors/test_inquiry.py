@@ -40,7 +40,7 @@ def spec(tmp_path: Path) -> ProcessSpec:
 
 @pytest.mark.parametrize("shell", [StuckWorker, StuckGateway])
 def test_questions_to_a_stuck_process_leave_its_health_alone(
-    ray_session: None, spec: ProcessSpec, shell: type[StuckWorker] | type[StuckGateway]
+    ray_session: str, spec: ProcessSpec, shell: type[StuckWorker] | type[StuckGateway]
 ) -> None:
     actor = create_actor(shell, spec, "inquiry", shell.__name__, num_cpus=0, max_restarts=0)
     try:
@@ -58,7 +58,7 @@ def test_questions_to_a_stuck_process_leave_its_health_alone(
         ray.kill(actor, no_restart=True)
 
 
-def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: None, spec: ProcessSpec) -> None:
+def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: str, spec: ProcessSpec) -> None:
     actor = create_actor(StuckWorker, spec, "inquiry", "pages", num_cpus=0, max_restarts=0)
     try:
         ray.get(actor.let_go.remote(), timeout=ANSWER_S)
@@ -71,7 +71,7 @@ def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: None, spec:
         ray.kill(actor, no_restart=True)
 
 
-def test_a_start_that_fails_is_told_to_whoever_watches_however_late(ray_session: None, spec: ProcessSpec) -> None:
+def test_a_start_that_fails_is_told_to_whoever_watches_however_late(ray_session: str, spec: ProcessSpec) -> None:
     actor = create_actor(StuckWorker, spec, "inquiry", "watched", num_cpus=0, max_restarts=0)
     try:
         for watcher in (1, 2):

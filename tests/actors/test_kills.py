@@ -39,7 +39,7 @@ WORKERS = (P0, P1, D0, D1)
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(ray_session: None) -> Iterator[ClusterHandle]:
+def shared_cluster(ray_session: str) -> Iterator[ClusterHandle]:
     handle = launch(kill_config("kills"), class_paths=PACED)
     yield handle
     handle.shutdown()
@@ -180,3 +180,18 @@ def test_everything_dies_at_once(cluster: ClusterHandle, client: Client) -> None
     pool.shutdown()
     wait_settled(cluster)
     check(ask_all(client, [question(rng) for _ in range(4)]))
+
+
+def test_after_all_that_a_drained_cluster_finishes_what_runs_and_takes_nothing_new(
+    cluster: ClusterHandle, client: Client
+) -> None:
+    """The last one here: a drained cluster is good for nothing else."""
+    asked = Question(tuple(range(200)), max_tokens=100)
+    stream = client.stream(list(asked.prompt), max_tokens=asked.max_tokens, temperature=0, ignore_eos=True)
+    first = next(stream)
+    assert cluster.drain(WAIT_S)
+    assert first + "".join(stream) == asked.expected
+    for worker in WORKERS:
+        status = status_of(cluster, worker)
+        assert status.load.draining
+        assert (status.load.running, status.load.queued) == (0, 0)

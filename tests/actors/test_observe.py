@@ -30,7 +30,7 @@ KEEP = "BATON_KEEP_TRACE"
 
 
 @pytest.fixture
-def cluster(ray_session: None) -> Iterator[ClusterHandle]:
+def cluster(ray_session: str) -> Iterator[ClusterHandle]:
     config = replace(kill_config(f"observe-{os.getpid()}", (LANE,)), prefill=1, decode=1)
     transfer = replace(config.transfer, region_bytes=16 << 10, staging_ring_bytes=1 << 20)
     handle = launch(replace(config, transfer=transfer), class_paths=PACED)

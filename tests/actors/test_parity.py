@@ -87,42 +87,50 @@ def check(handle: ClusterHandle, references: list[Reference], lane: str) -> int:
     return sum(restored)
 
 
-def test_the_cluster_says_what_generate_says(ray_session: None) -> None:
-    """A sample with both sides of page and chunk edges and shared prefixes, on the lane that always works."""
-    edges = [one for one in REFERENCES if len(one.prompt) in (255, 513, 1025)][:3]
+@pytest.fixture(scope="class")
+def shared(ray_session: str) -> Iterator[ClusterHandle]:
+    """On the lane that always works. To load the model into three workers takes longer than to ask them."""
     with serving("zmq") as handle:
-        check(handle, [*[one for one in REFERENCES if len(one.prompt) < 130][::9], *edges], "zmq")
+        yield handle
 
 
-def test_a_sampled_stream_survives_its_decode_worker(ray_session: None) -> None:
-    prompt = "Tell me a long story about a lighthouse keeper."
-    with serving("local") as handle, Client(handle.gateway_url, timeout_s=300) as client:
+class TestOneCluster:
+    def test_it_says_what_generate_says(self, shared: ClusterHandle) -> None:
+        """A sample with both sides of page and chunk edges and shared prefixes."""
+        edges = [one for one in REFERENCES if len(one.prompt) in (255, 513)][:2]
+        check(shared, [*[one for one in REFERENCES if len(one.prompt) < 130][::12], *edges], "zmq")
 
-        def stream(kill_after: int) -> tuple[str, int]:
-            with client.stream(prompt, max_tokens=96, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True) as pieces:
-                for count, _ in enumerate(pieces):
-                    if count == kill_after:
-                        victim = next(
-                            member.stamp.worker
-                            for member in handle.status().members
-                            if member.role == "decode" and member.load.running
-                        )
-                        assert kill(handle, WorkerId(victim))
-                return pieces.answer.text, pieces.answer.placements
+    def test_a_sampled_stream_survives_its_decode_worker(self, shared: ClusterHandle) -> None:
+        prompt = "Tell me a long story about a lighthouse keeper."
+        with Client(shared.gateway_url, timeout_s=300) as client:
 
-        undisturbed, placements = stream(kill_after=-1)
-        assert placements == 1
-        moved, placements = stream(kill_after=30)
-        assert placements == 2
-        assert moved == undisturbed
-        wait_clean(handle)
+            def stream(kill_after: int) -> tuple[str, int]:
+                with client.stream(
+                    prompt, max_tokens=64, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True
+                ) as pieces:
+                    for count, _ in enumerate(pieces):
+                        if count == kill_after:
+                            victim = next(
+                                member.stamp.worker
+                                for member in shared.status().members
+                                if member.role == "decode" and member.load.running
+                            )
+                            assert kill(shared, WorkerId(victim))
+                    return pieces.answer.text, pieces.answer.placements
+
+            undisturbed, placements = stream(kill_after=-1)
+            assert placements == 1
+            moved, placements = stream(kill_after=20)
+            assert placements == 2
+            assert moved == undisturbed
+            wait_clean(shared)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_prompts_that_come_back_from_the_tiers(
-    ray_session: None, tmp_path: Path, write: Literal["through", "back"]
+    ray_session: str, tmp_path: Path, write: Literal["through", "back"]
 ) -> None:
     """Pools too small for them, so that each is evicted before it is asked for again; a small host tier over a disk."""
     tiers = TiersConfig(host_bytes=64 << 20, disk_path=str(tmp_path), disk_bytes=1 << 30, write=write)
@@ -134,7 +142,7 @@ def test_prompts_that_come_back_from_the_tiers(
 
 @pytest.mark.slow  # the first conversion of the weights takes minutes
 @pytest.mark.timeout(1800)
-def test_real_weights_of_a_sliding_model(ray_session: None) -> None:
+def test_real_weights_of_a_sliding_model(ray_session: str) -> None:
     """Gemma-3-270M, prompts on both sides of its window of 512; each twice, so that the second finds the first."""
     import torch
 
@@ -166,7 +174,7 @@ def test_real_weights_of_a_sliding_model(ray_session: None) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("prefix_cache", ["radix", "chunk"])
 @pytest.mark.parametrize("lane", ["local", "ucx", "tcp", "zmq"])
-def test_all_200_prompts(ray_session: None, lane: str, prefix_cache: Literal["radix", "chunk"]) -> None:
+def test_all_200_prompts(ray_session: str, lane: str, prefix_cache: Literal["radix", "chunk"]) -> None:
     assert len(REFERENCES) == 200
     with serving(lane, prefix_cache) as handle:
         check(handle, REFERENCES, lane)

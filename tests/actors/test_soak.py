@@ -48,7 +48,7 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def cluster(ray_session: None, lane: str) -> Iterator[ClusterHandle]:
+def cluster(ray_session: str, lane: str) -> Iterator[ClusterHandle]:
     handle = launch(kill_config(f"soak-{lane}", lanes=(lane, "zmq")), class_paths=PACED)
     yield handle
     handle.shutdown()

@@ -39,7 +39,7 @@ CONVERSATIONS = 0.15
 
 
 @pytest.fixture(params=["no tiers", "through", "back"])
-def cluster(ray_session: None, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClusterHandle]:
+def cluster(ray_session: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClusterHandle]:
     tiers = TiersConfig()
     if request.param != "no tiers":
         tiers = TiersConfig(host_bytes=1 << 16, disk_path=str(tmp_path), disk_bytes=1 << 20, write=request.param)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import ray
@@ -72,13 +73,35 @@ def status_of(cluster: ClusterHandle) -> WorkerStatus:
     return status
 
 
-@pytest.mark.parametrize("write", ["through", pytest.param("back", marks=pytest.mark.slow)])
-def test_what_a_small_pool_forgets_comes_back(ray_session: None, tmp_path: Path, write: str) -> None:
-    assert write in ("through", "back")
-    tiers = TiersConfig(
-        host_bytes=1 << 20, disk_path=str(tmp_path / "disk"), external=f"file://{tmp_path}/shared", write=write
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiers")
+
+
+@pytest.fixture(scope="module")
+def through(ray_session: str, place: Path) -> Iterator[ClusterHandle]:
+    with running(config("tiers-through", tiers_at(place, "through"))) as cluster:
+        yield cluster
+
+
+def tiers_at(place: Path, write: Literal["through", "back"]) -> TiersConfig:
+    return TiersConfig(
+        host_bytes=1 << 20, disk_path=str(place / "disk"), external=f"file://{place}/shared", write=write
     )
-    with running(config(f"tiers-{write}", tiers)) as cluster, Client(cluster.gateway_url, timeout_s=60) as client:
+
+
+def test_what_a_small_pool_forgets_comes_back(through: ClusterHandle) -> None:
+    ask_for_more_than_fits(through)
+
+
+@pytest.mark.slow
+def test_what_is_written_back_comes_back(ray_session: str, tmp_path: Path) -> None:
+    with running(config("tiers-back", tiers_at(tmp_path, "back"))) as cluster:
+        ask_for_more_than_fits(cluster)
+
+
+def ask_for_more_than_fits(cluster: ClusterHandle) -> None:
+    with Client(cluster.gateway_url, timeout_s=60) as client:
         asked = questions()
         first = restored(client, asked)
         second = restored(client, asked)
@@ -92,26 +115,27 @@ def test_what_a_small_pool_forgets_comes_back(ray_session: None, tmp_path: Path,
         wait_clean(cluster)
 
 
-def test_a_successor_finds_what_was_stored_and_no_damage_is_served(ray_session: None, tmp_path: Path) -> None:
-    """The directory of a worker is its successor's; half of the files were damaged meanwhile."""
-    tiers = TiersConfig(disk_path=str(tmp_path))
-    with running(config("tiers-disk", tiers)) as cluster, Client(cluster.gateway_url, timeout_s=120) as client:
+def test_a_successor_finds_what_was_stored_and_no_damage_is_served(through: ClusterHandle, place: Path) -> None:
+    """The directory of a worker is its successor's. Half of the files were damaged meanwhile, there and in the shared
+    directory, and the host's memory went with its process."""
+    with Client(through.gateway_url, timeout_s=120) as client:
         asked = questions()
         restored(client, asked)
-        wait_clean(cluster)
-        before = status_of(cluster).incarnation
-        assert kill(cluster, DECODE)
-        files = sorted((tmp_path / DECODE).rglob("*.kv"))
-        assert len(files) > 50
-        for path in files[::2]:
-            damaged = bytearray(path.read_bytes())
-            damaged[len(damaged) // 2] ^= 0x40
-            path.write_bytes(damaged)
+        wait_clean(through)
+        before = status_of(through).incarnation
+        assert kill(through, DECODE)
+        for directory in (place / "disk" / DECODE, place / "shared"):
+            files = sorted(directory.rglob("*.kv"))
+            assert len(files) > 50, directory
+            for path in files[::2]:
+                damaged = bytearray(path.read_bytes())
+                damaged[len(damaged) // 2] ^= 0x40
+                path.write_bytes(damaged)
         outcomes: list[Outcome] = [ask(client, one) for one in asked]
         check(outcomes)
-        status = status_of(cluster)
+        status = status_of(through)
         assert status.incarnation > before
         assert status.counters["tiers.disk.damaged"] > 0
         assert status.counters["tiers.restored_pages"] > 0
-        wait_clean(cluster)
-        assert status_of(cluster).incarnation == status.incarnation, "nobody died of it"
+        wait_clean(through)
+        assert status_of(through).incarnation == status.incarnation, "nobody died of it"

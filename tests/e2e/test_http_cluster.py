@@ -1,6 +1,7 @@
 """`baton serve` as a person starts it: real actors and sockets, the fake model, whose answers prove every page it read.
 
-One cluster serves all tests here, and is ended with Ctrl-C by the last one.
+One cluster, on a Ray that is there already, serves all tests here, and is ended with Ctrl-C by the last one. The one
+that brings its own Ray: test_http_demo.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from baton.client import AsyncClient, Client
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.messages import SamplingParams
 from baton.decode.filling import LOCAL_SHARE
+from baton.deploy.cli import FAILED, OK, run_command
 from baton.deploy.show import all_idle
 from baton.deploy.tokenizer import ByteTokenizer
 
@@ -54,8 +56,9 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(ray_session: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", "0"]
+    command += ["--ray-address", ray_session]
     command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
@@ -192,25 +195,32 @@ def test_a_deadline_in_the_middle_of_an_answer(cluster: Cluster, client: Client)
     assert cluster.settle(client)
 
 
-def test_status_run_and_kv_from_the_terminal(cluster: Cluster) -> None:
+def test_status_and_run_from_the_terminal(cluster: Cluster) -> None:
     shown = cluster.baton("status")
     assert shown.returncode == 0, shown.stderr
     for word in ("decode-0", "decode-1", "prefill-0", "gateway-0", "Lanes", "Pages", "Every page"):
         assert word in shown.stdout
-    as_json = cluster.baton("status", "--json")
-    assert '"census"' in as_json.stdout
-    census = cluster.baton("kv")
-    assert (census.returncode, "idle" in census.stdout) == (0, True)
-    owner = cluster.baton("kv", "--worker", "decode-0", "--page", "1")
-    assert owner.stdout.startswith("full page 1: "), owner.stderr
-    nobody = cluster.baton("kv", "--worker", "decode-9", "--page", "1")
-    assert (nobody.returncode, "no worker 'decode-9'" in nobody.stderr) == (1, True)
-    beyond = cluster.baton("kv", "--worker", "decode-0", "--page", "99999")
-    assert (beyond.returncode, "from 1 to 4096" in beyond.stderr) == (1, True)
-    assert "Traceback" not in beyond.stderr
     asked = cluster.baton("run", "hello", "--raw", "--max-tokens", "10", "--temperature", "0")
     assert asked.returncode == 0
     assert "over" in asked.stderr
+
+
+def test_who_holds_the_pages(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    def baton(*arguments: str) -> tuple[int, str, str]:
+        code = run_command([*arguments, "--url", cluster.url])
+        said = capfd.readouterr()
+        return code, said.out, said.err
+
+    assert '"census"' in baton("status", "--json")[1]
+    code, census, _ = baton("kv")
+    assert (code, "idle" in census) == (OK, True)
+    _, owner, said = baton("kv", "--worker", "decode-0", "--page", "1")
+    assert owner.startswith("full page 1: "), said
+    code, _, said = baton("kv", "--worker", "decode-9", "--page", "1")
+    assert (code, "no worker 'decode-9'" in said) == (FAILED, True)
+    code, _, said = baton("kv", "--worker", "decode-0", "--page", "99999")
+    assert (code, "from 1 to 4096" in said) == (FAILED, True)
+    assert "Traceback" not in said
 
 
 def test_two_clusters_do_not_share_a_port(cluster: Cluster) -> None:

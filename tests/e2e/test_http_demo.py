@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.ray
 @pytest.mark.model
 def test_the_demo_answers_through_hand_offs_and_leaves_nothing_behind() -> None:
-    command = [sys.executable, "-m", "baton.deploy.cli", "demo"]
+    command = [sys.executable, "-m", "baton.deploy.cli", "demo", "--max-tokens", "32"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout

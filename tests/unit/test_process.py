@@ -55,9 +55,11 @@ def test_a_process_is_found_killed_and_proven_gone(tmp_path: Path, child: subpro
     assert recorded_pid(str(tmp_path), "decode-0@1") is None
 
 
-def test_a_stopped_process_is_killed_too(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+@pytest.mark.timeout(30)  # it cannot obey: nobody waits for it to
+def test_a_stopped_process_is_killed_at_once(tmp_path: Path, child: subprocess.Popen[str]) -> None:
     os.kill(child.pid, signal.SIGSTOP)
-    assert reap(str(tmp_path), "decode-0@1", grace_s=0.0, timeout_s=10.0)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert reap(str(tmp_path), "decode-0@1", grace_s=60.0, timeout_s=10.0)
     assert child.wait(0) == -signal.SIGKILL
 
 
