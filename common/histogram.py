@@ -17,20 +17,22 @@ LATENCY_BOUNDS_S = (
 class LatencyHistogram:
     """How often each latency came. Adding one allocates nothing."""
 
-    __slots__ = ("counts", "total_s")
+    __slots__ = ("counts", "longest_s", "total_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self.total_s = 0.0
+        self.longest_s = 0.0
 
     def add(self, latency_s: float) -> None:
         self.counts[bisect_left(LATENCY_BOUNDS_S, latency_s)] += 1
         self.total_s += latency_s
+        self.longest_s = max(self.longest_s, latency_s)
 
 
-def quantile_s(counts: Sequence[int], share: float) -> float | None:
-    """The latency that `share` of them did not exceed, taken as evenly spread within its bucket; of what lies behind
-    the last bound, that bound. None: there are none."""
+def quantile_s(counts: Sequence[int], share: float, longest_s: float) -> float | None:
+    """The latency that `share` of them did not exceed, taken as evenly spread within its bucket, the last of which ends
+    with the longest. None: there are none."""
     assert 0.0 <= share <= 1.0, share
     wanted = share * sum(counts)
     if not any(counts):
@@ -39,6 +41,6 @@ def quantile_s(counts: Sequence[int], share: float) -> float | None:
     for index, count in enumerate(counts[: len(LATENCY_BOUNDS_S)]):
         if count and below + count >= wanted:
             low_s = LATENCY_BOUNDS_S[index - 1] if index else 0.0
-            return low_s + (LATENCY_BOUNDS_S[index] - low_s) * (wanted - below) / count
+            return low_s + (min(LATENCY_BOUNDS_S[index], longest_s) - low_s) * (wanted - below) / count
         below += count
-    return LATENCY_BOUNDS_S[-1]
+    return longest_s

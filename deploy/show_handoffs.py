@@ -44,7 +44,9 @@ def _far_end(status: GatewayStatus, worker: WorkerView, flow: Flow) -> Flow:
 
 
 def _flow_cells(flow: Flow, far: Flow) -> list[str]:
-    quantiles = [quantile_s(one.counts, share) for one in (flow.handoff, far.tail) for share in (0.5, 0.99)]
+    quantiles = [
+        quantile_s(one.counts, share, one.longest_s) for one in (flow.handoff, far.tail) for share in (0.5, 0.99)
+    ]
     again = flow.resent_frames + far.resent_frames + flow.damaged_regions
     wait_s = flow.queue_s / flow.queued if flow.queued else None
     return [

@@ -24,6 +24,7 @@ class Latencies(Struct, frozen=True, kw_only=True):
 
     counts: tuple[int, ...] = _NO_COUNTS
     total_s: float = 0.0
+    longest_s: float = 0.0
 
     @property
     def count(self) -> int:

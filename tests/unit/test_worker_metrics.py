@@ -16,7 +16,7 @@ def latencies(*seconds: float) -> Latencies:
     histogram = LatencyHistogram()
     for one in seconds:
         histogram.add(one)
-    return Latencies(counts=tuple(histogram.counts), total_s=histogram.total_s)
+    return Latencies(counts=tuple(histogram.counts), total_s=histogram.total_s, longest_s=histogram.longest_s)
 
 
 def scrape(of_workers: dict[str, WorkerMetrics]) -> Series:

@@ -383,7 +383,7 @@ def _flow(total: _Total, now: float) -> Flow:
 
 
 def _latencies(histogram: LatencyHistogram) -> Latencies:
-    return Latencies(counts=tuple(histogram.counts), total_s=histogram.total_s)
+    return Latencies(counts=tuple(histogram.counts), total_s=histogram.total_s, longest_s=histogram.longest_s)
 
 
 def _told(failure: Failure | None) -> str:
