@@ -6,8 +6,8 @@ equals `fake_answer` token for token, an incomplete one is a prefix of it; an er
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from baton.common.engine.fake_runner import FakeAnswer, fake_answer
 from baton.common.errors import ErrorCode
-from baton.common.ids import RequestId
+from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.units import pages_for_tokens
 from baton.deploy.gateway_core import RequestEnded, TokensArrived
@@ -37,6 +37,10 @@ class ClientRequest:
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
     stop_after: int | None  # a stop string "appears" after this many tokens
+    session_id: SessionId = NO_SESSION
+    begins_session: bool = False
+    priority: int = 0
+    then: Callable[[ClientRequest], None] | None = None  # called with its outcome
     gateway: GatewayProcess | None = None
     cancelled: bool = False
     stopped: bool = False
@@ -77,12 +81,12 @@ class Clients:
         assert not request.outcome, f"{request.request_id}: {effect} after {request.outcome}"
         assert bool(effect.finish_reason) != (effect.failure is not None), effect
         request.ended = effect
-        request.outcome = effect.finish_reason if effect.failure is None else effect.failure.code.value
+        _over(request, effect.finish_reason if effect.failure is None else effect.failure.code.value)
 
     def gateway_died(self, gateway: GatewayProcess) -> None:
-        for request in self.requests.values():
+        for request in list(self.requests.values()):
             if request.gateway is gateway and not request.outcome:
-                request.outcome = CONNECTION_LOST
+                _over(request, CONNECTION_LOST)
 
     @property
     def all_ended(self) -> bool:
@@ -98,6 +102,12 @@ class Clients:
             else:
                 cause = _cause_of(request, settings, faulty)
                 assert cause, f"{request.request_id} ended with {request.ended} for no reason"
+
+
+def _over(request: ClientRequest, outcome: str) -> None:
+    request.outcome = outcome
+    if request.then is not None:
+        request.then(request)
 
 
 def _judge_tokens(request: ClientRequest, expected: FakeAnswer) -> None:
@@ -130,34 +140,20 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
         case ErrorCode.CANCELLED.value:
             return request.cancelled
         case ErrorCode.OUT_OF_PAGES.value:
-            return pages_for_tokens(longest, settings.page_size) > settings.decode_pages
+            return pages_for_tokens(longest, settings.page_size) > settings.least_decode_pages
         case ErrorCode.PROMPT_TOO_LONG.value:
-            too_long = pages_for_tokens(len(request.prompt), settings.page_size) > settings.decode_pages
+            too_long = pages_for_tokens(len(request.prompt), settings.page_size) > settings.least_decode_pages
             return too_long or len(request.prompt) >= settings.max_context_len
         case ErrorCode.OVERLOADED.value:
-            return settings.requests > settings.decode_config.max_queued_requests
+            asked = settings.requests + settings.conversations
+            return asked > settings.decode_config.max_queued_requests
         case ErrorCode.NO_WORKER.value:
             return faulty
+        case ErrorCode.SESSION_NOT_FOUND.value:
+            return faulty and request.session_id != NO_SESSION and not request.begins_session
+        case ErrorCode.SESSION_LOST.value:
+            return settings.decode_config.lost_session == "fail" and request.session_id != NO_SESSION
         case ErrorCode.DEADLINE_EXCEEDED.value:
             return settings.request_timeout_s < AMPLE_S
         case _:
             return request.outcome == CONNECTION_LOST and faulty
-
-
-def random_request(number: int, rng: Random, settings: WorldSettings, families: list[list[int]]) -> ClientRequest:
-    """Prompts of any length; half of them begin like others."""
-    length = rng.choice((1, settings.page_size, settings.page_size + 1, rng.randint(1, settings.max_prompt)))
-    tokens = [rng.randrange(258) for _ in range(length)]
-    if rng.random() < 0.6:
-        family = rng.choice(families)
-        tokens = (family[: rng.randint(1, len(family))] + tokens)[: settings.max_prompt]
-    greedy = rng.random() < 0.6
-    sampling = SamplingParams(
-        temperature=0.0 if greedy else 0.8,
-        seed=rng.randrange(1 << 30),
-        max_tokens=rng.randint(1, settings.max_tokens),
-        stop_token_ids=tuple(rng.randrange(258) for _ in range(rng.choice((0, 0, 20)))),
-        logprobs=rng.choice((-1, -1, 0, 2)),
-    )
-    stop_after = rng.randint(1, settings.max_tokens) if rng.random() < 0.1 else None
-    return ClientRequest(RequestId(f"r{number}"), np.array(tokens, dtype=np.int32), sampling, stop_after)

@@ -7,7 +7,7 @@ sockets and threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
@@ -191,7 +191,13 @@ class GatewayProcess(MemberProcess):
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         settings = world.settings
-        self.core = GatewayCore(world.gateway_config, settings.transfer, settings.liveness, settings.max_context_len)
+        self.core = GatewayCore(
+            world.gateway_config,
+            settings.transfer,
+            settings.liveness,
+            settings.max_context_len,
+            settings.thinking_token_id,
+        )
         self._timer: Wakeup | None = None
         super().__init__(world, stamp, role)
         self._timer = Wakeup(self, self._due, "gateway timer")
@@ -235,9 +241,9 @@ class GatewayProcess(MemberProcess):
 class ControllerProcess(SimProcess):
     """Starts, watches and buries the others, through the real controller core."""
 
-    def __init__(self, world: World, seats: Iterable[SeatSpec]) -> None:
+    def __init__(self, world: World, seats: Iterable[SeatSpec], first_version: int = 1) -> None:
         super().__init__(world, Stamp(CONTROLLER, 1, Epoch(1)), "controller")
-        self.core = ControllerCore(seats, world.settings.liveness, 1, self.now)
+        self.core = ControllerCore(seats, world.settings.liveness, first_version, self.now)
         self._timer = Wakeup(self, self._due, "controller timer")
         self._timer.want(self.now)
 
@@ -245,6 +251,17 @@ class ControllerProcess(SimProcess):
         effects = self.core.on_message(frame.src, frame.body, self.now)
         if effects or not isinstance(frame.body, Heartbeat):  # which makes nothing due earlier
             self._carry_out(effects)
+
+    def rebuild(self, given: Mapping[WorkerId, int], living: Iterable[SimProcess]) -> None:
+        """After its predecessor's death: who is there stays, and no incarnation is `given` twice."""
+        for worker, incarnation in given.items():
+            self.core.note_incarnation(worker, incarnation)
+        for process in living:
+            if isinstance(process, MemberProcess) and process.roster.listed:
+                self.core.adopt(process.member, self.now)
+            else:
+                self.core.adopt_starting(process.stamp.worker, process.stamp.incarnation, self.now)
+        self._timer.want(self.now)
 
     def died(self, stamp: Stamp) -> None:
         """The supervisor saw the process end: that is the proof."""

@@ -65,10 +65,11 @@ class WorldSettings:
     layers: int = 1  # of full attention
     bytes_per_token: int = 16  # of each component
     rows: int = 8
-    prefix_cache: Literal["radix", "chunk"] = "radix"
+    prefix_cache: Literal["radix", "chunk", "UnifiedRadixCache"] = "radix"  # the last is radix, not compiled
     max_context_len: int = 128
     requests: int = 12
     arrival_s: float = 1.0  # requests arrive within this time
+    conversations: int = 0  # beside them, of several turns each
     max_prompt: int = 60
     max_tokens: int = 12
     request_timeout_s: float = 60.0
@@ -89,6 +90,12 @@ class WorldSettings:
     partitions: int = 0
     drains: int = 0
     cancels: int = 0
+    clogs: int = 0
+    storms: int = 0  # most clients leave at once
+    controller_crashes: int = 0
+    half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
+    successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
+    thinking_token_id: int = -1  # of the gateways
     fault_s: float = 4.0
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
     clock_drift: float = 0.0  # ... and that they gain or lose in a second
@@ -107,11 +114,16 @@ class WorldSettings:
     def layout(self) -> KvLayout:
         return KvLayout(self.page_size, full=self.full, window=self.window, state=self.state)
 
-    def num_pages(self, role: str) -> dict[Component, int]:
+    @property
+    def least_decode_pages(self) -> int:
+        """Of any decode worker, now or after a restart."""
+        return int(self.decode_pages * self.successor_pages) if self.full else self.decode_pages
+
+    def num_pages(self, role: str, successor: bool = False) -> dict[Component, int]:
         """Of each component of a worker's pool, the null page counted."""
         pages = self.prefill_pages if role == "prefill" else self.decode_pages
         counts = {
-            Component.FULL: pages,
+            Component.FULL: int(pages * self.successor_pages) if successor else pages,
             Component.SWA: min(pages, self.swa_pages),
             Component.STATE: self.state_slots,
         }
@@ -180,9 +192,35 @@ def random_settings(seed: int) -> WorldSettings:
             max_queued_requests=rng.choice((4, 64)),
             local_prefill_max_tokens=rng.choice((0, 0, 8)),
         ),
-        prefix_cache="chunk" if rng.random() < 0.2 else "radix",
+        prefix_cache=rng.choice(("chunk", "radix", "radix", "radix", "UnifiedRadixCache")),
     )
-    return _with_layout(settings, rng, calm)
+    return _with_layout(_with_more_faults(settings, Random(seed ^ 0xFA17), calm), rng, calm)
+
+
+def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool) -> WorldSettings:
+    """Each world with a few of those that few systems are tested with; all with conversations."""
+
+    def some(share: float, most: int) -> int:
+        return 0 if calm or rng.random() >= share else rng.randint(1, most)
+
+    return dataclasses.replace(
+        settings,
+        conversations=rng.choice((0, 1, 3)),
+        thinking_token_id=rng.choice((-1, -1, rng.randrange(258))),
+        clogs=some(0.3, 3),
+        storms=some(0.2, 2),
+        controller_crashes=some(0.2, 2),
+        half_open=rng.choice((0.0, 0.0, 0.3)) if not calm else 0.0,
+        successor_pages=rng.choice((1.0, 1.0, 0.7)) if not calm else 1.0,
+        clock_offset_s=rng.choice((0.0, 0.0, 1000.0)),
+        clock_drift=rng.choice((0.0, 0.0, 0.05)),
+        decode_config=dataclasses.replace(
+            settings.decode_config,
+            max_sessions=rng.choice((0, 1, 8)),
+            session_ttl_s=rng.choice((1.0, 15.0)),
+            lost_session=rng.choice(("prefill", "prefill", "fail")),
+        ),
+    )
 
 
 def _with_layout(settings: WorldSettings, rng: Random, calm: bool) -> WorldSettings:
@@ -193,7 +231,7 @@ def _with_layout(settings: WorldSettings, rng: Random, calm: bool) -> WorldSetti
     # Enough for the largest request, so that only full attention makes one too long; not for many at a time.
     chunk = max(settings.prefill_config.chunk_tokens, settings.decode_config.chunk_tokens, page_size)
     needed = 2 * window // page_size + chunk // page_size + 6
-    tiered = settings.prefix_cache == "radix" and full and not slides and not state and rng.random() < 0.6
+    tiered = settings.prefix_cache != "chunk" and full and not slides and not state and rng.random() < 0.6
     return dataclasses.replace(
         settings,
         requests=settings.requests + 12 * tiered,  # prompts must come again to be found there

@@ -55,11 +55,11 @@ class WorkerProcess(MemberProcess):
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         self._settings = settings = world.settings
         config = settings.prefill_config if role == "prefill" else settings.decode_config
-        num_pages = settings.num_pages(role)
+        num_pages = settings.num_pages(role, successor=stamp.incarnation > 1)
         self.pool = KvPool(
             settings.layout,
             num_pages,
-            settings.rows,
+            settings.rows + (settings.decode_config.max_sessions if role == "decode" else 0),
             settings.max_context_len,
             settings.prefix_cache,
             step_tokens=config.chunk_tokens,
@@ -275,6 +275,7 @@ class WorkerProcess(MemberProcess):
     def settled(self) -> bool:
         return (
             self.core.idle
+            and not self.core.records()  # nor what is kept of conversations
             and not self._inbox
             and self._computing is None
             and self.endpoint.live_sinks == 0

@@ -8,25 +8,28 @@ request has one right outcome, every page is free or cached, no hand-off is open
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from baton.common.config import GatewayConfig
 from baton.common.engine.core_api import Drain
-from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, SessionId, Stamp, WorkerId
+from baton.common.messages import Failure
 from baton.deploy.controller_core import SeatSpec
-from baton.deploy.sim.clients import ClientRequest, Clients, random_request
+from baton.deploy.sim.clients import ClientRequest, Clients
+from baton.deploy.sim.faults import plan_faults, without
 from baton.deploy.sim.network import Network
-from baton.deploy.sim.process import ControllerProcess, GatewayProcess, SimProcess
+from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberProcess, SimProcess
 from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore
 from baton.deploy.sim.worker import WorkerProcess
+from baton.deploy.sim.workload import OWNER, plan_workload
 
-AIMS = ("command", "hand_off_frame", "land_region", "landing_ended", "engine_event", "fence_sink", "frame_lost")
 KILL_S = 0.05
+HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
 REST_S = 150.0
 """Most time from the last arrival and the last fault until everything must be at rest."""
@@ -73,6 +76,7 @@ class World:
         self.controller = ControllerProcess(self, self.specs)
         self.seats[CONTROLLER] = self.controller
         self.calm_s = 0.0
+        self._given: dict[WorkerId, int] = {}  # the newest incarnation of each seat
 
     @property
     def now(self) -> float:
@@ -102,13 +106,19 @@ class World:
 
     def start(self, spec: SeatSpec, incarnation: int) -> None:
         """A new process for a seat; it says Hello when it has loaded."""
+        self._given[spec.worker] = incarnation
 
         def begin() -> None:
+            if self._given[spec.worker] != incarnation:
+                return  # who ordered it has died, and its successor has ordered another
             old = self.seats.get(spec.worker)
             assert old is None or not old.alive, f"two processes in seat {spec.worker}"
             stamp = Stamp(spec.worker, incarnation, Epoch(self.rng.getrandbits(62) + 2))
             make = GatewayProcess if spec.role == "gateway" else WorkerProcess
             self.seats[spec.worker] = make(self, stamp, spec.role)
+            for other in [*self.seats] if self.settings.half_open and self.now < self.calm_s else ():
+                if self.rng.random() < self.settings.half_open:
+                    self.network.cut(other, spec.worker, self.rng.random() * HALF_OPEN_S)
 
         self.schedule.after(self.rng.random() * self.settings.start_s, begin)
 
@@ -135,6 +145,34 @@ class World:
         process.kill()
         if seen:
             self.schedule.after(self.rng.random() * 0.5, lambda: self.controller.died(process.stamp))
+
+    def crash_controller(self, down_s: float) -> None:
+        """It dies, and a successor rebuilds its view from those who are there."""
+        if not self.controller.alive:
+            return
+        self.faulty = True
+        self.schedule.note(CONTROLLER, "crash")
+        self.probe("controller_crash", self.controller)
+        self.controller.kill()
+        self.schedule.after(down_s, self._restart_controller)
+
+    def _restart_controller(self) -> None:
+        """Who does not answer is killed before anything is published; who was ordered and has not begun never will."""
+        processes = [process for process in self.seats.values() if process is not self.controller]
+        for process in processes:
+            if process.paused:
+                process.kill()
+        living = [process for process in processes if process.alive]
+        views = [process.roster.latest for process in living if isinstance(process, MemberProcess)]
+        version = max([int(self.now * 1000), *(view.version + 1 for view in views if view is not None)])
+        self.controller = ControllerProcess(self, self.specs, version)
+        self.seats[CONTROLLER] = self.controller
+        self.schedule.note(CONTROLLER, f"begins again with version {version}")
+        self.controller.rebuild(self._given, living)
+        for process in living:
+            self._given[process.stamp.worker] = process.stamp.incarnation
+        for worker in self._given.keys() - {process.stamp.worker for process in living}:
+            self._given[worker] = 0
 
     def pause(self, worker: WorkerId, seconds: float) -> None:
         """The process is stopped, and continued unless somebody kills it meanwhile."""
@@ -169,6 +207,11 @@ class World:
         if both:
             self.network.cut(b, a, seconds)
 
+    def clog(self, a: WorkerId, b: WorkerId, seconds: float) -> None:
+        self.faulty = True
+        self.schedule.note(a, f"clogged towards {b} {seconds:.2f}")
+        self.network.clog(a, b, seconds)
+
     def worker_at(self, stamp: Stamp) -> WorkerProcess | None:
         """The living process of this stamp."""
         process = self.seats.get(stamp.worker)
@@ -192,13 +235,32 @@ class World:
             return
         request.gateway = process
         self.clients.add(request)
-        timeout_s = self.settings.request_timeout_s
-        process.run(
-            lambda: process.carry_out(
-                process.core.submit(request.request_id, request.prompt, request.sampling, timeout_s, process.now)
-            ),
-            f"submit {request.request_id} {len(request.prompt)}t",
+        process.run(partial(self._submit_to, process, request), f"submit {request.request_id} {len(request.prompt)}t")
+
+    def _submit_to(self, process: GatewayProcess, request: ClientRequest) -> None:
+        core, now, session_id = process.core, process.now, request.session_id
+        if request.begins_session:
+            refused = core.open_session(session_id, OWNER, now)
+            assert refused is None, refused
+        effects = core.submit(
+            request.request_id,
+            request.prompt,
+            request.sampling,
+            self.settings.request_timeout_s,
+            now,
+            session_id,
+            OWNER if session_id else "",
+            request.priority,
         )
+        process.carry_out(effects)
+
+    def close_session(self, session_id: SessionId, gateway: int) -> None:
+        """Its client is done with it. A gateway that has begun anew does not know it."""
+        process = self.seats.get(WorkerId(f"gateway-{gateway}"))
+        if isinstance(process, GatewayProcess) and process.alive:
+            closed = process.core.close_session(session_id, OWNER)
+            if not isinstance(closed, Failure):
+                process.carry_out(closed)
 
     def cancel(self, request: ClientRequest) -> None:
         """The client goes away."""
@@ -209,74 +271,14 @@ class World:
 
     # --------------------------------------------------------------------------------------------- runs
 
-    def plan_random(self) -> None:
-        """Requests and faults, all drawn now."""
-        settings, rng = self.settings, self.rng
-        families = [[rng.randrange(258) for _ in range(settings.max_prompt)] for _ in range(2)]
-        first_s = 1.0
-        self.clients.planned = settings.requests
-        for number in range(settings.requests):
-            request = random_request(number, rng, settings, families)
-            gateway = rng.randrange(settings.gateways)
-            at_s = first_s + rng.random() * settings.arrival_s
-            self.schedule.at(at_s, partial(self.submit, request, gateway))
+    def plan_random(self, left_out: Collection[str] = ()) -> tuple[list[str], list[str]]:
+        """Requests and faults, all drawn now; those whose names are left out do not happen. Returns the names."""
+        settings, first_s = self.settings, 1.0
+        asked = plan_workload(self, first_s, left_out)
         self.calm_s = first_s + max(settings.arrival_s, settings.fault_s)
-        self.plan_faults(first_s)
+        faults = plan_faults(self, first_s, left_out)
         self.schedule.at(self.calm_s, self.calm_down)
-
-    def plan_faults(self, first_s: float) -> None:
-        """Half of them at any time, half of them aimed: a moment after the nth event of some kind in a hand-off."""
-        settings, rng = self.settings, self.rng
-        workers = [spec.worker for spec in self.specs]
-        victims = [spec.worker for spec in self.specs if spec.role != "gateway" or settings.gateways > 1]
-        faults: list[Callable[[WorkerId | None], None]] = []
-        for _ in range(settings.crashes):
-            worker, seen = rng.choice(victims), rng.random() < 0.7
-            faults.append(partial(self._crash_fault, worker, seen))
-        for _ in range(settings.pauses):
-            worker, seconds = rng.choice([*victims, CONTROLLER]), rng.choice((0.3, 1.5, 5.0))
-            faults.append(partial(self._pause_fault, worker, seconds))
-        for _ in range(settings.partitions):
-            a, b = rng.sample([*workers, CONTROLLER], 2)
-            seconds, both = rng.choice((0.3, 1.5, 5.0)), rng.random() < 0.5
-            faults.append(partial(self._partition_fault, a, b, seconds, both))
-        for _ in range(settings.drains):
-            faults.append(partial(self._drain_fault, rng.choice([one.worker for one in self.specs])))
-        for _ in range(settings.cancels):
-            faults.append(lambda _: self.cancel_someone())
-        for fault in faults:
-            if rng.random() < 0.5:
-                at_s = first_s + rng.random() * (settings.arrival_s + 0.5)
-                self.schedule.at(at_s, partial(fault, None))
-            else:
-                self._aim(rng.choice(AIMS), rng.randint(1, 30), fault)
-
-    def _crash_fault(self, worker: WorkerId, seen: bool, hit: WorkerId | None) -> None:
-        self.crash(hit or worker, seen)
-
-    def _pause_fault(self, worker: WorkerId, seconds: float, hit: WorkerId | None) -> None:
-        self.pause(hit or worker, seconds)
-
-    def _partition_fault(self, a: WorkerId, b: WorkerId, seconds: float, both: bool, hit: WorkerId | None) -> None:
-        self.partition(a, b, seconds, both)
-
-    def _drain_fault(self, worker: WorkerId, hit: WorkerId | None) -> None:
-        self.drain(hit or worker)
-
-    def _aim(self, name: str, nth: int, fault: Callable[[WorkerId | None], None]) -> None:
-        """`fault` strikes once, just after the nth probe `name`: whoever was there, or somebody else."""
-        delay_s, whoever = self.rng.random() * 0.005, self.rng.random() < 0.5
-        left = nth
-
-        def hook(_: World, details: object) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0 and self.now < self.calm_s:
-                process = details[0] if isinstance(details, tuple) else None
-                hit = process.stamp.worker if whoever and isinstance(process, WorkerProcess) else None
-                self.schedule.after(delay_s, lambda: fault(hit))
-
-        self.on(name, hook)
+        return asked, faults
 
     def cancel_someone(self) -> None:
         waiting = [one for one in self.clients.requests.values() if not one.outcome]
@@ -314,7 +316,11 @@ class World:
         if self.now < self.calm_s or not self.clients.all_ended:
             return False
         full = all((process := self.seats.get(spec.worker)) is not None and process.alive for spec in self.specs)
-        return full and not any(process.paused or not process.settled for process in self._living())
+        return (
+            full
+            and self.controller.alive
+            and not any(process.paused or not process.settled for process in self._living())
+        )
 
     def _what_is_owed(self) -> str:
         open_requests = [one.request_id for one in self.clients.requests.values() if not one.outcome]
@@ -337,8 +343,8 @@ class World:
             assert census.idle, f"{worker.stamp.worker} at rest: {census}"
 
 
-def run_seed(seed: int, keep_trace: bool = False) -> Report:
-    """One random world."""
-    world = World(random_settings(seed), seed, keep_trace)
-    world.plan_random()
+def run_seed(seed: int, keep_trace: bool = False, left_out: Collection[str] = ()) -> Report:
+    """One random world, without these of its requests, conversations and faults."""
+    world = World(without(random_settings(seed), left_out), seed, keep_trace)
+    world.plan_random(left_out)
     return world.run()

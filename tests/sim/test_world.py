@@ -73,3 +73,7 @@ def test_seeds_cover_what_they_should() -> None:
     assert any(one.crashes == one.pauses == one.partitions == one.cancels == 0 for one in settings)
     assert sum(one.crashes for one in settings) > SEEDS / 2
     assert sum(one.links.loss > 0 for one in settings) > SEEDS / 4
+    for fault in ("clogs", "storms", "controller_crashes", "half_open", "clock_offset_s", "clock_drift", "direct_lane"):
+        assert sum(getattr(one, fault) > 0 for one in settings) > SEEDS / 20, fault
+    assert sum(one.successor_pages < 1 for one in settings) > SEEDS / 20
+    assert any(one.conversations and one.decode_config.max_sessions for one in settings)

@@ -1,0 +1,131 @@
+"""What the clients of a random world want: single requests, and conversations whose turns follow one another.
+
+Owns the plan: which prompts, when, through which gateway. A part that is left out changes nothing about the others.
+Answers are `clients`' to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.ids import NO_SESSION, RequestId, SessionId
+from baton.common.messages import SamplingParams
+from baton.deploy.sim.clients import ClientRequest
+
+if TYPE_CHECKING:
+    from baton.deploy.sim.settings import WorldSettings
+    from baton.deploy.sim.world import World
+
+VOCABULARY = 258
+OWNER = "somebody"
+
+
+def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> list[str]:
+    """Enters everything that clients will ask. Returns the names of the parts."""
+    settings, rng = world.settings, world.rng
+    families = [[rng.randrange(VOCABULARY) for _ in range(settings.max_prompt)] for _ in range(2)]
+    names: list[str] = []
+    for number in range(settings.requests):
+        request = random_request(number, rng, settings, families)
+        gateway, at_s = rng.randrange(settings.gateways), first_s + rng.random() * settings.arrival_s
+        names.append(request.request_id)
+        if request.request_id not in left_out:
+            world.clients.planned += 1
+            world.schedule.at(at_s, partial(world.submit, request, gateway))
+    for number in range(settings.conversations):
+        conversation = Conversation(world, number, families[0])
+        at_s = first_s + rng.random() * settings.arrival_s
+        names.append(conversation.name)
+        if conversation.name not in left_out:
+            world.clients.planned += conversation.turns_left
+            world.schedule.at(at_s, conversation.begin)
+    return names
+
+
+def random_request(number: int, rng: Random, settings: WorldSettings, families: list[list[int]]) -> ClientRequest:
+    """Prompts of any length; half of them begin like others."""
+    length = rng.choice((1, settings.page_size, settings.page_size + 1, rng.randint(1, settings.max_prompt)))
+    tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
+    if rng.random() < 0.6:
+        family = rng.choice(families)
+        tokens = (family[: rng.randint(1, len(family))] + tokens)[: settings.max_prompt]
+    stop_after = rng.randint(1, settings.max_tokens) if rng.random() < 0.1 else None
+    sampling = random_sampling(rng, settings)
+    return ClientRequest(
+        RequestId(f"r{number}"), np.array(tokens, dtype=np.int32), sampling, stop_after, priority=rng.choice((0, 0, 3))
+    )
+
+
+def random_sampling(rng: Random, settings: WorldSettings) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0 if rng.random() < 0.6 else 0.8,
+        seed=rng.randrange(1 << 30),
+        max_tokens=rng.randint(1, settings.max_tokens),
+        stop_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 20)))),
+        logprobs=rng.choice((-1, -1, 0, 2)),
+    )
+
+
+class Conversation:
+    """Each turn's prompt is the one before, its answer, and a few tokens more: now and then not of the answer, as when
+    somebody edits it. It ends with a turn that has no answer. Half of them are sessions."""
+
+    def __init__(self, world: World, number: int, opening: list[int]) -> None:
+        rng, settings = world.rng, world.settings
+        self.name = f"c{number}"
+        self._world = world
+        self._gateway = rng.randrange(settings.gateways)
+        self._session = SessionId(f"s{number}") if rng.random() < 0.5 else NO_SESSION
+        self._closes = rng.random() < 0.7
+        self.turns_left = rng.randint(2, 5)
+        first = opening[: rng.randint(1, max(1, settings.max_prompt // 2))]
+        self._said = np.array(first, dtype=np.int32)
+        self._asked = [self._draw_turn(rng, settings) for _ in range(self.turns_left)]
+
+    def _draw_turn(self, rng: Random, settings: WorldSettings) -> tuple[list[int], SamplingParams, float, bool]:
+        """What is added to what was said, how it is answered, the pause before, and whether the answer was changed."""
+        added = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
+        return added, random_sampling(rng, settings), rng.choice((0.0, 0.05, 1.0)), rng.random() < 0.1
+
+    def begin(self) -> None:
+        self._ask(begins=True)
+
+    def _ask(self, *, begins: bool = False) -> None:
+        turn = len(self._asked) - self.turns_left
+        added, sampling, _, changed = self._asked[turn]
+        said = self._said[:-1] if changed and len(self._said) > 1 else self._said
+        prompt: npt.NDArray[np.int32] = np.concatenate((said, np.array(added, dtype=np.int32)))
+        if len(prompt) + 1 >= self._world.settings.max_context_len:
+            self._end()
+            return
+        request = ClientRequest(
+            RequestId(f"{self.name}.{turn}"),
+            prompt,
+            sampling,
+            None,
+            session_id=self._session,
+            begins_session=begins and self._session != NO_SESSION,
+            then=self._answered,
+        )
+        self._world.submit(request, self._gateway)
+
+    def _answered(self, request: ClientRequest) -> None:
+        self.turns_left -= 1
+        self._said = np.concatenate((request.prompt, np.array(request.tokens, dtype=np.int32)))
+        if request.outcome not in ("stop", "length") or not self.turns_left:
+            self._end()
+            return
+        _, _, pause_s, _ = self._asked[len(self._asked) - self.turns_left]
+        self._world.schedule.after(pause_s, self._ask)
+
+    def _end(self) -> None:
+        self._world.clients.planned -= self.turns_left
+        self.turns_left = 0
+        if self._closes and self._session != NO_SESSION:
+            self._world.schedule.after(0.0, partial(self._world.close_session, self._session, self._gateway))
