@@ -1,6 +1,5 @@
-"""What a worker tells of its hand-offs: the words of `baton status`, `/metrics` and `baton handoffs`. Values only.
-
-All of it is counted by `session/ledger.py`, since the process started; times are seconds.
+"""What a worker tells of itself and its hand-offs: the words of `baton status`, `/metrics` and `baton handoffs`. Values
+only. What hand-offs did is counted by `session/ledger.py`, since the process started; times are seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from typing import Literal
 from msgspec import Struct
 
 from baton.common.histogram import LATENCY_BOUNDS_S
+from baton.common.kv.layout import Component
+from baton.common.messages import Load
 
 Direction = Literal["in", "out"]
 """Of KV, seen from the worker that tells: a decode worker receives, a prefill worker sends."""
@@ -99,3 +100,32 @@ class WorkerMetrics(Struct, frozen=True, kw_only=True):
     flows: tuple[Flow, ...] = ()
     slots: dict[str, dict[str, int]] = {}
     tiers: dict[str, int] = {}
+
+
+class LaneReport(Struct, frozen=True, kw_only=True):
+    """One data lane from a peer that this worker receives from."""
+
+    peer: str
+    lane: str
+    status: str
+    reason: str
+    gbps: float  # lately reached, or found by a probe; 0.0: not known
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    """One worker's account of itself. `census` holds pages per owner class; they add up to `census["total"]`. It is
+    that of `component`, the model's first; `components` has those of the others, by name."""
+
+    worker: str
+    role: str
+    incarnation: int
+    pid: int
+    cores: tuple[int, ...]
+    load: Load
+    component: str = Component.FULL
+    census: dict[str, int]
+    components: dict[str, dict[str, int]] = {}
+    lanes: tuple[LaneReport, ...]
+    flows: tuple[Flow, ...]
+    hand_offs: int
+    counters: dict[str, int]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from baton.common.clock import MonotonicClock, wall_offset_s
 from baton.common.config import FAKE_MODEL, ClusterConfig
@@ -39,13 +39,12 @@ from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import Tiers, open_tiers
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
-from baton.common.messages import Load
 from baton.common.trace import ProcessTrace, Recorder
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.copying import load_copies
 from baton.transfer.io import IoThread
 from baton.transfer.process import ProcessSpec, pin_process
-from baton.transfer.reports import Flow, HandoffTimes, WorkerMetrics
+from baton.transfer.reports import HandoffTimes, LaneReport, WorkerMetrics, WorkerStatus
 from baton.transfer.session.ledger import flow_of
 
 CALL_TIMEOUT_S = 5.0
@@ -70,35 +69,6 @@ class CoreFactory(Protocol):
 
 
 RunnerFactory = Callable[[ProcessSpec, Callable[[str], None]], ModelRunner]
-
-
-class LaneStatus(Struct, frozen=True, kw_only=True):
-    """One data lane from a peer that this worker receives from."""
-
-    peer: str
-    lane: str
-    status: str
-    reason: str
-    gbps: float  # lately reached, or found by a probe; 0.0: not known
-
-
-class WorkerStatus(Struct, frozen=True, kw_only=True):
-    """One worker's account of itself. `census` holds pages per owner class; they add up to `census["total"]`. It is
-    that of `component`, the model's first; `components` has those of the others, by name."""
-
-    worker: str
-    role: str
-    incarnation: int
-    pid: int
-    cores: tuple[int, ...]
-    load: Load
-    component: str = Component.FULL
-    census: dict[str, int]
-    components: dict[str, dict[str, int]] = {}
-    lanes: tuple[LaneStatus, ...]
-    flows: tuple[Flow, ...]
-    hand_offs: int
-    counters: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +325,12 @@ class WorkerProcess:
         return self._loaded
 
 
-def _lane_statuses(io: IoThread) -> tuple[LaneStatus, ...]:
+def _lane_statuses(io: IoThread) -> tuple[LaneReport, ...]:
     data = io.snapshot().data
     if data is None:
         return ()
     return tuple(
-        LaneStatus(peer=peer, lane=view.lane, status=view.status, reason=view.reason, gbps=view.gbps)
+        LaneReport(peer=peer, lane=view.lane, status=view.status, reason=view.reason, gbps=view.gbps)
         for peer, views in sorted(data.lanes.items())
         for view in views
     )

@@ -30,7 +30,7 @@ from baton.common.clock import MonotonicClock
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.deploy.client import Client
 from baton.deploy.launch import ClusterHandle, launch
-from baton.transfer.worker import WorkerStatus
+from baton.transfer.reports import WorkerStatus
 
 pytestmark = pytest.mark.ray
 

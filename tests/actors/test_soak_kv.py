@@ -26,7 +26,7 @@ from baton.common.messages import SamplingParams
 from baton.deploy.client import AsyncClient
 from baton.deploy.launch import ClusterHandle, launch
 from baton.deploy.tokenizer import ByteTokenizer
-from baton.transfer.worker import WorkerStatus
+from baton.transfer.reports import WorkerStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(3000)]
 

@@ -18,7 +18,7 @@ from baton.common.config import ClusterConfig, DecodeConfig, KvConfig, ModelConf
 from baton.common.ids import WorkerId
 from baton.deploy.client import Client
 from baton.deploy.launch import ClusterHandle, launch
-from baton.transfer.worker import WorkerStatus
+from baton.transfer.reports import WorkerStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
