@@ -256,9 +256,8 @@ def timing_line(answer: Answer) -> str:
     ]
     if time.lane:
         moved = f"{format_bytes(time.transfer_bytes)} over {time.lane}"
-        parts.append(f"hand-off {_ms(time.handoff_s)}, of it prefill {_ms(time.prefill_s)}: {moved}")
-    else:
-        parts.append(f"prefill {_ms(time.prefill_s)}")
+        parts.append(f"hand-off with its prefill {_ms(time.handoff_s)}: {moved}")
+    parts.append(f"prefill {_ms(time.prefill_s)}")
     parts.append(f"decode {_ms(time.decode_s)} for {answer.completion_tokens} tokens")
     if answer.placements > 1:
         parts.append(f"{answer.placements} decode workers")

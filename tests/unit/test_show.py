@@ -112,7 +112,7 @@ def test_timings_fit_a_terminal() -> None:
     for word in ("12.3", "1500.0", "123.0 MiB", "prefill-10", "decode-12", "3000", "50"):
         assert word in shown
     line = timing_line(answer())
-    assert "hand-off 1.60 s, of it prefill 1.50 s: 123.0 MiB over local" in line
+    assert "hand-off with its prefill 1.60 s: 123.0 MiB over local · prefill 1.50 s" in line
     assert line.endswith("request id")
 
 
