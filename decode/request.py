@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.common.ids import NO_SESSION, HandoffId, HandoffKey, RequestId, SessionId, Stamp, WorkerId
+from baton.common.kv.prefix.interface import I32
 from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import JobId
 from baton.common.messages import Output, SamplingParams, Submit, TokenLogprob, unpack_tokens
 from baton.decode.times import Times
 from baton.transfer.api import SinkCommitted, SinkFailed
 
-I32 = npt.NDArray[np.int32]
 THINKING_TAIL = 4  # so near to the end of a prompt its template begins the thinking
 RequestKey = tuple[RequestId, int]
 """Request id and placement: a placement that was given up never meets its successor."""

@@ -291,7 +291,6 @@ class HandOff:
         self.sink, self.source = sink, source
         self.source_pages, self.sink_pages = source_pages, sink_pages
         self.units = {Component.FULL: (source_pages, sink_pages), **(more or {})}
-        self.prepared: SinkPrepared | None = None
         self.chunks: dict[int, Chunk] = {}
 
     def prepare(self) -> SinkPrepared:

@@ -19,7 +19,6 @@ from baton.transfer.relayout.planner import I64, Move, Moves
 
 Bytes = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
-_WORDS = (8, 4, 2, 1)
 
 
 def gather(moves: Moves, source: int, sink: int, pool: Bytes, table: I32) -> Bytes:
