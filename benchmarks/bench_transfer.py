@@ -58,7 +58,9 @@ def main() -> None:
     if not arguments.only or arguments.only == "baton":
         sections += scaling.measure(scaling.QUICK if arguments.quick else scaling.FULL)
         show(sections, started_s)
-        sections += profiles.measure(baton_legs(), PAGE_BYTES[-1], 64 << 20, 0.2 if arguments.quick else 3.0)
+        profile_s = 0.2 if arguments.quick else 3.0
+        sections += profiles.measure(baton_legs(), PAGE_BYTES[-1], 64 << 20, profile_s)
+        sections += profiles.measure_one_page(baton_legs()[0], PAGE_BYTES[0], profile_s)
         late_results = late.measure(baton_legs(), nixl=not arguments.only)
         sections += ["## Late writes", "", "See late-write.md.", "", *late.table(late_results)]
         show(sections, started_s)
