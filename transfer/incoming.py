@@ -38,14 +38,12 @@ from baton.transfer.staging import (
     Scattering,
     SlotLease,
 )
+from baton.transfer.stalls import Stalls
 from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
 
 WINDOW_REGIONS = 2
 """So many full regions of one peer are asked for at a time on a lane: enough to keep it busy, and not so many that a
 small hand-off waits long behind what is on its way."""
-STALLED_S = 3.0
-"""A region that was asked for so long before its hand-off was given up tells of a lane that does not move. No more than
-WINDOW_REGIONS were asked for at a time, so a slow one has moved them by then."""
 WAITING_RECHECK_S = 0.05
 """How late a hand-off may notice that it has waited long enough for a better lane."""
 
@@ -104,6 +102,7 @@ class Incoming:
         self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)  # into slots
         self._to_place: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.direct_region_bytes)
         self._ops: dict[int, _Receive] = {}
+        self._stalls = Stalls()
         self._scatters: list[_Scatter] = []
 
     # ----------------------------------------------------------------------------------------- effects
@@ -134,17 +133,12 @@ class Incoming:
         sink = self._sinks.get(key)
         self._forget(key)
         if sink is not None:
-            self._avoid_if_stalled(sink, now)
+            if sink.ops and self._stalls.is_suspicious((sink.lane, sink.peer)):
+                self._lanes.on_failure(sink.peer, sink.lane, "nothing came until a hand-off was given up", now)
             for op in sink.ops:
                 self._lanes.cancel(sink.lane, op)
         self._answer_fenced(key)
         self._grant_slots(now)
-
-    def _avoid_if_stalled(self, sink: _Sink, now: float) -> None:
-        """Nobody else would say so: a lane that hangs ends nothing, and the next hand-off should not wait on it too."""
-        began_s = min((self._ops[op].started_s for op in sink.ops), default=float("inf"))
-        if time.perf_counter() - began_s >= STALLED_S:
-            self._lanes.on_failure(sink.peer, sink.lane, f"nothing has come for {STALLED_S} s", now)
 
     def close(self, key: HandoffKey, now: float) -> None:
         assert not self._is_scattering(key), f"{key} is complete, and a region of it is not"
@@ -217,6 +211,8 @@ class Incoming:
         if self._scatters:
             self._end_scatters(now)
         self._start_receives(now)
+        for lane, peer in self._stalls.look(now):
+            self._fail_on(lane, peer, now)
         wanted = self._to_pull.take(now)
         if wanted is not None:
             self._pull_region(wanted.effect, wanted.target, now)
@@ -227,8 +223,15 @@ class Incoming:
             while (wanted := queue.take(now)) is not None:
                 self._receive(wanted)
 
+    def _fail_on(self, lane: str, peer: Stamp, now: float) -> None:
+        """All that waits there for what does not come."""
+        for sink in [sink for sink in self._sinks.values() if sink.ops and (sink.lane, sink.peer) == (lane, peer)]:
+            effect = self._ops[min(sink.ops)].wanted.effect
+            self._fail(effect, "nothing has come for too long", False, now)
+
     def _receive(self, wanted: _Wanted) -> None:
         effect, op = wanted.effect, self._next_op()
+        self._stalls.began((effect.lane, effect.peer), wanted.target.nbytes)
         self._sinks[effect.key].ops.add(op)
         if effect.lane in self._lanes.direct:
             self._ops[op] = _Receive(wanted, None, time.perf_counter())
@@ -245,6 +248,7 @@ class Incoming:
         if receive is None:
             return False
         effect = receive.wanted.effect
+        self._stalls.ended((effect.lane, effect.peer), receive.wanted.target.nbytes)
         self._queue_of(effect.lane).ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
         sink = self._sinks.get(effect.key)
         outcome: Scatter | Scattering | None = None
@@ -348,7 +352,7 @@ class Incoming:
     def wait_s(self, now: float) -> float | None:
         """How soon it wants to go on; None: not before something happens."""
         waits = [queue.wait_s(now) for queue in (self._to_pull, self._to_receive, self._to_place)]
-        waits += [WAITING_RECHECK_S] if self._waiting else []
+        waits += [WAITING_RECHECK_S if self._waiting else None, self._stalls.wait_s()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def is_idle(self, peer: Stamp) -> bool:

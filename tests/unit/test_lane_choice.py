@@ -26,7 +26,7 @@ from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
-from baton.transfer import incoming
+from baton.transfer import stalls
 from baton.transfer.api import SinkCommitted, SinkFailed
 from baton.transfer.lanes import Lanes
 from baton.transfer.link import CLEARLY_FASTER, Chosen, LaneStatus, LaneView, choose_lane
@@ -183,10 +183,15 @@ def test_what_landed_on_a_lane_that_broke_is_kept_and_the_rest_takes_another(con
         prefill.close()
 
 
-def test_a_lane_on_which_nothing_came_until_the_deadline_is_avoided(
-    controller: StandInController, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given_up", "code", "ttl_s"),
+    [("STALLED_S", ErrorCode.INTERNAL, WAIT_S), ("SUSPICIOUS_S", ErrorCode.DEADLINE_EXCEEDED, 1.0)],
+)
+def test_a_lane_on_which_nothing_comes_is_given_up_and_avoided(
+    given_up: str, code: ErrorCode, ttl_s: float, controller: StandInController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incoming, "STALLED_S", 0.2)
+    monkeypatch.setattr(stalls, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(stalls, given_up, 0.3)
     hubs = InprocHub(), InprocHub()
 
     def lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
@@ -197,9 +202,9 @@ def test_a_lane_on_which_nothing_came_until_the_deadline_is_avoided(
     decode, prefill = start(config, controller, lanes=lanes)
     try:
         hubs[0].hold()
-        open_sink(decode, "prefill-0", 40, 1, ttl_s=1.0)
+        open_sink(decode, "prefill-0", 40, 1, ttl_s=ttl_s)
         [failed] = decode.events.wait(SinkFailed)
-        assert (failed.lane, failed.failure.code) == ("first", ErrorCode.DEADLINE_EXCEEDED)
+        assert (failed.lane, failed.peer_lost, failed.failure.code) == ("first", False, code)
         open_sink(decode, "prefill-0", 40, 2, first_page=60)
         assert decode.events.wait(SinkCommitted)[0].lane == "second"
     finally:
