@@ -42,12 +42,13 @@ class Peers:
     def prefill_for(self, request: DecodeRequest) -> Stamp | None:
         """The router's choice while it is there, else the one that likely has the prompt's beginning cached; nobody who
         has failed this request already."""
-        candidates = {
-            worker: member.stamp
-            for worker, member in self._members.items()
-            if member.role == "prefill" and worker not in self._silent and member.stamp not in request.tried
-        }
-        if request.preferred in candidates:
-            return candidates[request.preferred]
+        preferred = self._members.get(request.preferred) if request.preferred is not None else None
+        if preferred is not None and self._can_fill(request, preferred):
+            return preferred.stamp
+        candidates = [worker for worker, member in self._members.items() if self._can_fill(request, member)]
         order = rendezvous_order(affinity_key(request.prompt), candidates)
-        return candidates[order[0]] if order else None
+        return self._members[order[0]].stamp if order else None
+
+    def _can_fill(self, request: DecodeRequest, member: Member) -> bool:
+        silent = member.stamp.worker in self._silent
+        return member.role == "prefill" and not silent and member.stamp not in request.tried

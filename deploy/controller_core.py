@@ -24,6 +24,8 @@ from baton.common.messages import PROTOCOL_VERSION, Body, Heartbeat, Hello, Memb
 COMPUTE_ROLES = frozenset({"prefill", "decode"})
 """Roles that exchange KV pages, so their fingerprints must agree."""
 
+BURST_S = 0.05
+"""After news went out, further news waits this long."""
 _RESTART_WINDOW_S = 60.0
 _MAX_BACKOFF_DOUBLINGS = 6
 
@@ -151,7 +153,9 @@ class ControllerCore:
         self._version = first_version
         self._published_at_s = now
         self._timer_at_s = now
-        self._changed = False
+        self._changed = False  # in this event
+        self._untold = False  # the newest version is still to be published
+        self._told_at_s = now - BURST_S  # when a new version last was
         self._shutting_down = False
         self.transitions: list[str] = []  # the last ones, for people; bounded
 
@@ -264,13 +268,15 @@ class ControllerCore:
                     assert_never(seat.state)
         if now >= self._published_at_s + self._liveness.republish_interval_s:
             self._published_at_s = now
-            if not self._changed:
+            if not (self._changed or self._untold):
                 effects.append(Publish(self.membership()))
         return effects + self._after(now)
 
     def next_deadline(self) -> float:
         """When `on_timer` has something to do at the latest."""
         due = [self._published_at_s + self._liveness.republish_interval_s]
+        if self._untold:
+            due.append(self._told_at_s + BURST_S)
         for seat in self._seats.values():
             match seat.state:
                 case Vacant():
@@ -420,14 +426,16 @@ class ControllerCore:
         self._move(seat, Vacant(max(now + backoff_s, bounded_s)), reason)
 
     def _after(self, now: float) -> list[Effect]:
-        """One new version for all that changed in this event."""
-        effects: list[Effect] = []
+        """One new version for all that changed in this event; it is published, in a burst the newest one per `BURST_S`:
+        each goes to everybody, and a thousand processes may start together."""
         if self._changed:
-            self._changed = False
+            self._changed, self._untold = False, True
             self._version += 1
-            self._published_at_s = now
-            effects.append(Publish(self.membership()))
-        return effects
+        if not self._untold or now < self._told_at_s + BURST_S:
+            return []
+        self._untold = False
+        self._published_at_s = self._told_at_s = now
+        return [Publish(self.membership())]
 
     def _move(self, seat: _Seat, state: SeatState, why: str) -> None:
         who = f"{seat.spec.worker}@{_incarnation_of(state) or _incarnation_of(seat.state)}"

@@ -45,7 +45,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.deploy.router import Candidate, choose
+from baton.deploy.router import Seats
 from baton.deploy.session_book import Session, SessionBook
 
 MAX_PLACEMENTS = 16
@@ -169,7 +169,7 @@ class GatewayCore:
         self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
         self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
         self._members: dict[WorkerId, Member] = {}
-        self._silent: frozenset[WorkerId] = frozenset()
+        self._decode, self._prefill = Seats(), Seats()  # those who could take a request now
         self._loads: dict[Stamp, Load] = {}
         self._placed: dict[Stamp, int] = {}
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
@@ -264,6 +264,8 @@ class GatewayCore:
         match event.body:
             case Heartbeat(load=load):
                 self._loads[event.sender] = load
+                self._decode.heard(event.sender, load)
+                self._prefill.heard(event.sender, load)
             case Submitted():
                 self._on_submitted(event.sender, event.body, now, out)
             case Output():
@@ -322,38 +324,37 @@ class GatewayCore:
             return Failure(code=ErrorCode.OVERLOADED, reason=f"{self._max_inflight} requests are in flight already")
         return None
 
-    def _candidates(self, role: str, refused_by: set[Stamp]) -> list[Candidate]:
-        return [
-            Candidate(worker, self._loads.get(member.stamp, member.load), self._placed.get(member.stamp, 0))
-            for worker, member in self._members.items()
-            if member.role == role and worker not in self._silent and member.stamp not in refused_by
-        ]
-
     def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         """Sends a waiting request to the best decode worker, if there is one."""
         assert isinstance(request.state, Waiting)
-        candidates = self._candidates("decode", request.refused_by)
-        worker = self._session_worker(request, candidates) or choose(candidates, request.prompt)
-        if worker is None:
+        stamp = self._session_worker(request) or self._decode.choose(request.prompt, request.refused_by)
+        if stamp is None:
             refusal = request.last_refusal
-            if refusal is not None and refusal.code in _LASTING and self._candidates("decode", set()):
+            if refusal is not None and refusal.code in _LASTING and len(self._decode):
                 self._fail(request, refusal, now, out)  # everyone who is there has refused it
             else:
                 self._timers.set(request.request_id, request.state.give_up_s)
             return
-        stamp = self._members[worker].stamp
         request.state = Placing(stamp)
-        self._placed[stamp] = self._placed.get(stamp, 0) + 1
+        self._count(stamp, 1)
         self._send_submit(request, stamp, now, out)
 
-    def _session_worker(self, request: _Request, candidates: list[Candidate]) -> WorkerId | None:
+    def _session_worker(self, request: _Request) -> Stamp | None:
         """Who has the KV of the conversation so far."""
         stamp = request.session.worker if request.session is not None else None
-        if stamp is None or not any(one.worker == stamp.worker for one in candidates):
-            return None
-        return stamp.worker if self._members[stamp.worker].stamp == stamp else None
+        able = stamp is not None and stamp in self._decode and stamp not in request.refused_by
+        return stamp if able else None
+
+    def _count(self, stamp: Stamp, more: int) -> None:
+        """Of the requests that are placed there."""
+        placed = self._placed.get(stamp, 0) + more
+        self._placed[stamp] = placed
+        if not placed:
+            del self._placed[stamp]
+        self._decode.placed(stamp, placed)
 
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
+        prefill = self._prefill.choose(request.prompt)
         submit = Submit(
             request_id=request.request_id,
             placement=request.placement,
@@ -362,7 +363,7 @@ class GatewayCore:
             sampling=request.sampling,
             ttl_s=max(0.0, request.deadline_s - now),
             priority=request.priority,
-            prefill_worker=choose(self._candidates("prefill", set()), request.prompt),
+            prefill_worker=None if prefill is None else prefill.worker,
             session_id=request.session.session_id if request.session is not None else NO_SESSION,
             session_turn=request.session.turns if request.session is not None else 0,
             thinking_token_id=self._thinking_token_id,
@@ -383,18 +384,15 @@ class GatewayCore:
 
     def _leave(self, request: _Request) -> None:
         if isinstance(request.state, Placing | Streaming):
-            stamp = request.state.worker
-            self._placed[stamp] -= 1
-            if not self._placed[stamp]:
-                del self._placed[stamp]
+            self._count(request.state.worker, -1)
 
     # ------------------------------------------------------------------------------------------- events
 
     def _on_view(self, view: MembershipView, now: float, out: list[GatewayEffect]) -> None:
         self._members = {member.stamp.worker: member for member in view.members}
-        self._silent = view.silent
         alive = {member.stamp for member in view.members}
         self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
+        self._decode, self._prefill = self._seats(view, "decode"), self._seats(view, "prefill")
         for key in [key for key, release in self._releases.items() if release.worker not in alive]:
             self._forget_release(key, None, out)
         for request in list(self._requests.values()):
@@ -409,6 +407,14 @@ class GatewayCore:
                     self._place(request, now, out)
                 case _:
                     assert_never(request.state)
+
+    def _seats(self, view: MembershipView, role: str) -> Seats:
+        members = [one for one in view.members if one.role == role and one.stamp.worker not in view.silent]
+        seats = Seats(one.stamp for one in members)
+        for one in members:
+            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
+            seats.placed(one.stamp, self._placed.get(one.stamp, 0))
+        return seats
 
     def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
         request = self._requests.get(message.request_id)

@@ -13,6 +13,8 @@ Never: memory, or where a hash lies in it.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -56,6 +58,16 @@ def _powers(base: int, count: int) -> U64:
     return np.multiply.accumulate(factors)
 
 
+@functools.lru_cache(maxsize=16)
+def _tables(count: int) -> tuple[U64, U64, U64, U64]:
+    """Powers of A, of its inverse, salts and weights of positions: the same for all models."""
+    salts = mix(np.arange(count, dtype=np.uint64) + np.uint64(START))
+    tables = _powers(A, count), _powers(_A_INVERSE, count), salts, salts | np.uint64(1)
+    for table in tables:
+        table.flags.writeable = False
+    return tables
+
+
 class Spread:
     """Spreads a hash over `words` 64-bit words by odd multipliers, so that damage to any byte of them shows."""
 
@@ -87,10 +99,7 @@ class FakeModel:
     def __init__(self, max_positions: int, vocab_size: int = FAKE_VOCAB_SIZE) -> None:
         assert min(max_positions, vocab_size - 1) > 0, (max_positions, vocab_size)
         self.vocab_size = vocab_size
-        self._power = _powers(A, max_positions + 1)
-        self._inverse = _powers(_A_INVERSE, max_positions + 1)
-        self.position_salt = mix(np.arange(max_positions + 1, dtype=np.uint64) + np.uint64(START))
-        self._weight = self.position_salt | np.uint64(1)
+        self._power, self._inverse, self.position_salt, self._weight = _tables(max_positions + 1)
 
     def scrambled(self, tokens: I64, positions: I64 | slice, salt: int) -> U64:
         """g of tokens at their positions."""

@@ -5,11 +5,12 @@ Owns no state. Never: allocates, sends, or looks at a clock.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from baton.common.ids import WorkerId
 from baton.common.messages import SamplingParams
@@ -53,10 +54,26 @@ def affinity_key(tokens: npt.NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(tokens[:AFFINITY_TOKENS], dtype="<i4").tobytes()
 
 
+@functools.lru_cache(maxsize=8192)
+def _seed(worker: WorkerId) -> int:
+    return xxhash.xxh3_64_intdigest(worker.encode())
+
+
+def affinity_seeds(workers: Iterable[WorkerId]) -> npt.NDArray[np.uint64]:
+    """What `affinity_weights` knows workers by."""
+    return np.array([_seed(worker) for worker in workers], dtype=np.uint64)
+
+
+def affinity_weights(key: bytes, seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Per worker; the least is preferred for `key`. When a worker leaves, only its own keys move (rendezvous
+    hashing)."""
+    mixed = (seeds ^ np.uint64(xxhash.xxh3_64_intdigest(key))) * np.uint64(0xBF58476D1CE4E5B9)
+    weights: npt.NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+    return weights
+
+
 def rendezvous_order(key: bytes, workers: Iterable[WorkerId]) -> list[WorkerId]:
-    """Workers by preference for `key`. When one leaves, only its own keys move (rendezvous hashing)."""
-
-    def weight(worker: WorkerId) -> bytes:
-        return hashlib.blake2b(key, digest_size=8, key=worker.encode()[:64]).digest()
-
-    return sorted(workers, key=lambda worker: (weight(worker), worker))
+    """Workers by preference for `key`."""
+    names = list(workers)
+    weights = affinity_weights(key, affinity_seeds(names)).tolist()
+    return [worker for _, worker in sorted(zip(weights, names, strict=True))]

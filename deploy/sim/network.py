@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Body, Frame, HandoffBody, Heartbeat, decode_frame, encode_frame
+from baton.common.messages import Body, Frame, HandoffBody, Heartbeat, Membership, decode_frame, encode_frame
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import NO_FAULTS, LinkFaults
 
@@ -49,6 +49,7 @@ class Network:
         self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay
         self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
         self._clogged_until_s: dict[tuple[WorkerId, WorkerId], float] = {}  # directed
+        self._view: tuple[Body | None, Body] = (None, Heartbeat())  # the last membership sent, and as it arrives
         self._labels: dict[tuple[WorkerId, type[Body]], str] = {}  # of frames, for the trace
 
     def calm_down(self) -> None:
@@ -81,7 +82,11 @@ class Network:
             self._probe("frame_lost", (sender, worker, body))
             return
         frame = Frame(sender, Epoch(dst_epoch), body)
-        if not isinstance(body, Heartbeat):
+        if isinstance(body, Membership):  # to everybody: decoded once, so that they share what they keep of it
+            if body is not self._view[0]:
+                self._view = body, decode_frame(encode_frame(frame)).body
+            frame = Frame(sender, Epoch(dst_epoch), self._view[1])
+        elif not isinstance(body, Heartbeat):
             frame = decode_frame(encode_frame(frame))
         copies = 2 if faults.duplicate and schedule.rng.random() < faults.duplicate else 1
         for _ in range(copies):

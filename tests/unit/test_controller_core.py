@@ -12,7 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.common.config import LivenessConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Load, Member, Reject
-from baton.deploy.controller_core import ControllerCore, Effect, KillWorker, Publish, Reply, SeatSpec, StartWorker
+from baton.deploy.controller_core import (
+    BURST_S,
+    ControllerCore,
+    Effect,
+    KillWorker,
+    Publish,
+    Reply,
+    SeatSpec,
+    StartWorker,
+)
 
 LIVENESS = LivenessConfig(
     heartbeat_interval_s=0.2,
@@ -53,8 +62,21 @@ def live_core(now: float = 0.0) -> ControllerCore:
     core = started_core(now)
     for seat in SEATS:
         hello(core, member(seat.worker), now)
+    core.on_timer(now + BURST_S)  # the rest of the burst is told
     assert core.ready
     return core
+
+
+def test_a_burst_of_news_is_told_at_once_and_then_together() -> None:
+    core = started_core()
+    told = [of_type(hello(core, member(seat.worker), 1.0), Publish) for seat in SEATS]
+    assert [len(effects) for effects in told] == [1, 0, 0, 0]
+    assert core.next_deadline() == 1.0 + BURST_S
+    [published] = core.on_timer(1.0 + BURST_S)
+    assert isinstance(published, Publish)
+    assert len(published.membership.members) == len(SEATS)
+    assert published.membership.version == 7 + len(SEATS)
+    assert core.on_timer(1.0 + 2 * BURST_S) == []
 
 
 def members_of(core: ControllerCore) -> set[tuple[str, int]]:
@@ -92,8 +114,8 @@ def test_an_admitted_process_is_published_under_a_new_version_and_a_repeated_hel
 def test_membership_is_repeated_without_a_new_version() -> None:
     core = live_core()
     version = core.membership().version
-    beat_all(core, 1.0)
-    [published] = core.on_timer(1.0)
+    beat_all(core, 1.1)
+    [published] = core.on_timer(1.1)
     assert isinstance(published, Publish)
     assert published.membership.version == version
 
