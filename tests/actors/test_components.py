@@ -22,7 +22,7 @@ from baton.deploy.tokenizer import ByteTokenizer
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(params=["local", "zmq"])
+@pytest.fixture(params=["local", pytest.param("zmq", marks=pytest.mark.slow)])
 def cluster(ray_session: str, request: pytest.FixtureRequest) -> Iterator[ClusterHandle]:
     handle = launch(kill_config(f"layered-{request.param}", (request.param,)), class_paths=LAYERED)
     yield handle

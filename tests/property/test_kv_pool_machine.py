@@ -460,7 +460,7 @@ def run(name: str, page_size: int, cache: str, examples: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", layouts(4))
 def test_pool(name: str, page_size: int, cache: str) -> None:
-    run(name, page_size, cache, {"radix": 20, "UnifiedRadixCache": 10, "chunk": 6}[cache])
+    run(name, page_size, cache, {"radix": 15, "UnifiedRadixCache": 8, "chunk": 5}[cache])
 
 
 @pytest.mark.slow

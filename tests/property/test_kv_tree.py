@@ -393,7 +393,7 @@ for _name, _components in COMBINATIONS.items():
             {"page_size": _page_size, "components": _components},
         )
         _case = operator.attrgetter("TestCase")(_machine)
-        _case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+        _case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
         globals()[f"Test{_name}Page{_page_size}"] = _case
         _many = type(f"{_name}Page{_page_size}ManyMachine", (_machine,), {})
         _case = pytest.mark.slow(operator.attrgetter("TestCase")(_many))
