@@ -47,6 +47,7 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.session.ledger import handoff_name
 from baton.transfer.staging import StagingHandler, unit_rows
+from baton.transfer.stalls import STALLED_S
 from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
 
 TURN_S = 0.004
@@ -81,6 +82,7 @@ class DataPlane:
         pull: Sequence[PullTransport] = (),
         direct: Sequence[DirectTransport] = (),
         copier: PoolCopier | None = None,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self._copier = copier or HostCopier(unit_rows(memory))
         assert self._copier.host_pools or not (pull or direct), "lanes without slots need pools in host memory"
@@ -91,7 +93,7 @@ class DataPlane:
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)
-        parts = PlaneParts(config, handler, self._lanes, self._answer, lambda: next(numbers))
+        parts = PlaneParts(config, handler, self._lanes, self._answer, lambda: next(numbers), stalled_s)
         self._incoming, self._outgoing = Incoming(parts), Outgoing(parts)
         self._frames: list[SendFrame] = []
         component = memory.layout.components[0]

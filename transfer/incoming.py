@@ -102,7 +102,7 @@ class Incoming:
         self._to_receive: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.region_bytes)  # into slots
         self._to_place: RegionQueue[_Wanted] = RegionQueue(caps, WINDOW_REGIONS * config.direct_region_bytes)
         self._ops: dict[int, _Receive] = {}
-        self._stalls = Stalls()
+        self._stalls = Stalls(parts.stalled_s)
         self._scatters: list[_Scatter] = []
 
     # ----------------------------------------------------------------------------------------- effects

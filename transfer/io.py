@@ -56,6 +56,7 @@ from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
 from baton.transfer.reports import Flow, HandoffTimes
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
 from baton.transfer.staging import state_pieces_of
+from baton.transfer.stalls import BEHIND_SILENCE_S
 
 POSTED_MESSAGES = 1 << 16
 POSTED_PER_TURN = 1024
@@ -93,7 +94,8 @@ class _HandOffs:
         built = lanes(stamp, config, mesh, memory)
         returns = memory.layout.only_full and config.prefill_worker.kv_return != "off"
         self.receives_from = "prefill" if role == "decode" else "decode" if returns else ""
-        self.data = DataPlane(config.transfer, memory, built.staged, built.pull, built.direct)
+        stalled_s = config.liveness.dead_after_s + BEHIND_SILENCE_S
+        self.data = DataPlane(config.transfer, memory, built.staged, built.pull, built.direct, stalled_s=stalled_s)
         names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
         pieces = state_pieces_of(memory)
         self.endpoint = Endpoint(

@@ -14,13 +14,15 @@ from baton.transfer.staging import StagingHandler, StagingRing
 
 @dataclass(frozen=True, slots=True)
 class PlaneParts:
-    """`answer` takes the events for the endpoint; `next_op` numbers operations, over both halves."""
+    """`answer` takes the events for the endpoint; `next_op` numbers operations, over both halves. `stalled_s`: of
+    `stalls.Stalls`."""
 
     config: TransferConfig
     handler: StagingHandler
     lanes: PeerLanes
     answer: Callable[[DataEvent], None]
     next_op: Callable[[], int]
+    stalled_s: float
 
     def new_caps(self) -> Caps:
         """Of one direction."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from baton.common.ids import Stamp
 
 STALLED_S = 5.0
-"""Longer than a silent peer takes to be noticed (`liveness.dead_after_s`): that says more."""
+BEHIND_SILENCE_S = 2.0
+"""So much longer than `liveness.dead_after_s`: that a peer has fallen silent says more than that its lanes have."""
 SLOWEST_BYTES_PER_S = 2e6
 """A lane gets so much more time as this takes for what it was asked for. A slower one is of no use for KV."""
 SUSPICIOUS_S = 2.0
@@ -33,9 +34,11 @@ class _Quiet:
 
 
 class Stalls:
-    """As many entries as paths with an operation under way."""
+    """As many entries as paths with an operation under way. Each may be quiet for `stalled_s`, and longer where much is
+    asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, stalled_s: float = STALLED_S) -> None:
+        self._stalled_s = stalled_s
         self._paths: dict[Path, _Quiet] = {}
         self._seen_s = 0.0  # of time in which this process looked
         self._looked_at_s: float | None = None
@@ -66,7 +69,7 @@ class Stalls:
             return []
         self._seen_s += min(now - self._looked_at_s, 2 * LOOK_EVERY_S)
         self._looked_at_s = now
-        stalled = [path for path, quiet in self._paths.items() if self._seen_s - quiet.since_s > _allowed_s(quiet)]
+        stalled = [path for path, quiet in self._paths.items() if self._seen_s - quiet.since_s > self._allowed_s(quiet)]
         for path in stalled:
             self._paths[path].since_s = self._seen_s
         return stalled
@@ -80,6 +83,5 @@ class Stalls:
         """How soon `look` is wanted; None: not before something begins."""
         return LOOK_EVERY_S if self._paths else None
 
-
-def _allowed_s(quiet: _Quiet) -> float:
-    return STALLED_S + quiet.nbytes / SLOWEST_BYTES_PER_S
+    def _allowed_s(self, quiet: _Quiet) -> float:
+        return self._stalled_s + quiet.nbytes / SLOWEST_BYTES_PER_S

@@ -26,7 +26,7 @@ from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
-from baton.transfer import stalls
+from baton.transfer import io, stalls
 from baton.transfer.api import SinkCommitted, SinkFailed
 from baton.transfer.lanes import Lanes
 from baton.transfer.link import CLEARLY_FASTER, Chosen, LaneStatus, LaneView, choose_lane
@@ -184,20 +184,21 @@ def test_what_landed_on_a_lane_that_broke_is_kept_and_the_rest_takes_another(con
 
 
 @pytest.mark.parametrize(
-    ("given_up", "code", "ttl_s"),
-    [("STALLED_S", ErrorCode.INTERNAL, WAIT_S), ("SUSPICIOUS_S", ErrorCode.DEADLINE_EXCEEDED, 1.0)],
+    ("dead_after_s", "code", "ttl_s"),
+    [(1.5, ErrorCode.INTERNAL, WAIT_S), (30.0, ErrorCode.DEADLINE_EXCEEDED, 1.0)],
 )
 def test_a_lane_on_which_nothing_comes_is_given_up_and_avoided(
-    given_up: str, code: ErrorCode, ttl_s: float, controller: StandInController, monkeypatch: pytest.MonkeyPatch
+    dead_after_s: float, code: ErrorCode, ttl_s: float, controller: StandInController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stalls, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(stalls, given_up, 0.3)
+    monkeypatch.setattr(stalls, "SUSPICIOUS_S", 0.3)
+    monkeypatch.setattr(io, "BEHIND_SILENCE_S", 0.0)
     hubs = InprocHub(), InprocHub()
 
     def lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemory) -> Lanes:
         return Lanes((FirstLane(stamp, hubs[0], mesh), SecondLane(stamp, hubs[1], mesh)))
 
-    config = io_config("first", "second")
+    config = io_config("first", "second", dead_after_s=dead_after_s)
     config = replace(config, transfer=replace(config.transfer, lane_choice="order"))
     decode, prefill = start(config, controller, lanes=lanes)
     try:
