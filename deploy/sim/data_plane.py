@@ -117,6 +117,11 @@ class SimDataPlane:
         """No staging slot and no registration is in use."""
         return not self._sinks and not self._waiting and self._free_slots == self._settings.staging_slots
 
+    @property
+    def waiting(self) -> int:
+        """Hand-offs that wait for a slot."""
+        return len(self._waiting)
+
     def execute(self, effect: DataEffect) -> list[DataEvent]:
         match effect:
             case PrepareSink():

@@ -98,6 +98,10 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         (a, b), seconds = rng.sample([*workers, CONTROLLER], 2), rng.choice(LASTS_S)
         return lambda _: world.clog(a, b, seconds)
 
+    def hang() -> Strike:
+        worker = rng.choice(workers)
+        return lambda hit: world.hang(hit or worker)
+
     def drain() -> Strike:
         worker = rng.choice(workers)
         return lambda hit: world.drain(hit or worker)
@@ -111,6 +115,7 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         ("pause", settings.pauses, pause),
         ("partition", settings.partitions, partition),
         ("clog", settings.clogs, clog),
+        ("hang", settings.hangs, hang),
         ("drain", settings.drains, drain),
         ("controller", settings.controller_crashes, controller_crash),
         ("cancel", settings.cancels, lambda: lambda _: world.cancel_someone()),

@@ -53,16 +53,18 @@ class Plan:
         self.requests: list[ClientRequest] = []
         self.seen: dict[str, int] = {}
 
-    def request(self, length: int, max_tokens: int = 8, at_s: float = FIRST_S, shared: int = 0) -> ClientRequest:
+    def request(
+        self, length: int, max_tokens: int = 8, at_s: float = FIRST_S, shared: int = 0, logprobs: int = -1
+    ) -> ClientRequest:
         """Enters one request; the first `shared` prompt tokens are those of all others."""
         number = len(self.requests)
         rng = np.random.default_rng([self.world.seed, number])
         prompt = np.concatenate([np.arange(shared), rng.integers(0, 258, length - shared)]).astype(np.int32)
-        return self._enter(prompt, max_tokens, at_s)
+        return self._enter(prompt, max_tokens, at_s, logprobs)
 
-    def _enter(self, prompt: npt.NDArray[np.int32], max_tokens: int, at_s: float) -> ClientRequest:
+    def _enter(self, prompt: npt.NDArray[np.int32], max_tokens: int, at_s: float, logprobs: int = -1) -> ClientRequest:
         number = len(self.requests)
-        sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens)
+        sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens, logprobs=logprobs)
         request = ClientRequest(RequestId(f"r{number}"), prompt, sampling, None)
         self.requests.append(request)
         self.world.clients.planned += 1

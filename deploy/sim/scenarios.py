@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from baton.deploy.sim import scenarios_liveness as liveness
 from baton.deploy.sim import scenarios_memory as memory
+from baton.deploy.sim import scenarios_output as output
+from baton.deploy.sim import scenarios_peers as peers
+from baton.deploy.sim import scenarios_pressure as pressure
 from baton.deploy.sim import scenarios_resume as resume
 from baton.deploy.sim.plan import Scenario
 from baton.deploy.sim.world import Report
@@ -33,6 +36,9 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.retry_same_room,
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
+        *pressure.SCENARIOS,
+        *peers.SCENARIOS,
+        *output.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,
         resume.crash_mid_return,

@@ -91,6 +91,7 @@ class WorldSettings:
     drains: int = 0
     cancels: int = 0
     clogs: int = 0
+    hangs: int = 0  # of engines, whose processes go on saying that they live
     storms: int = 0  # most clients leave at once
     controller_crashes: int = 0
     half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
@@ -107,7 +108,9 @@ class WorldSettings:
     )
     transfer: TransferConfig = field(default_factory=lambda: TransferConfig(credit_regions=2, handoff_ttl_s=20.0))
     liveness: LivenessConfig = field(
-        default_factory=lambda: LivenessConfig(heartbeat_interval_s=0.4, start_deadline_s=20.0)
+        default_factory=lambda: LivenessConfig(
+            heartbeat_interval_s=0.4, start_deadline_s=20.0, engine_stuck_after_s=6.0
+        )
     )
 
     @property
@@ -208,6 +211,7 @@ def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool) -> World
         conversations=rng.choice((0, 1, 3)),
         thinking_token_id=rng.choice((-1, -1, rng.randrange(258))),
         clogs=some(0.3, 3),
+        hangs=some(0.2, 1),
         storms=some(0.2, 2),
         controller_crashes=some(0.2, 2),
         half_open=rng.choice((0.0, 0.0, 0.3)) if not calm else 0.0,

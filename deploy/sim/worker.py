@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from baton.deploy.sim.world import World
 
 
+NEVER_S = 1e6
 READ_BY_PEERS = frozenset({OwnerClass.OUTGOING, OwnerClass.QUARANTINED})
 
 
@@ -104,7 +106,8 @@ class WorkerProcess(MemberProcess):
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
         self._stages: Generator[int, None, FakeTicket] | None = None  # of the step, where it reports layers
-        self._turn_wanted = False
+        self._step_began_s = 0.0
+        self._hangs = False
         self._engine_timer = Wakeup(self, self._turn, "engine timer")
         self._io_timer = Wakeup(self, self._io_due, "io timer")
         self._to_io_s = self._to_engine_s = 0.0
@@ -113,7 +116,12 @@ class WorkerProcess(MemberProcess):
     # ----------------------------------------------------------------------------------- engine thread
 
     def load(self) -> Load:
-        return self.core.load()
+        load = self.core.load()
+        return load if self._computing is None else structs.replace(load, step_age_s=self.now - self._step_began_s)
+
+    def hang(self) -> None:
+        """The next step does not end. Everything else goes on: it says that it lives."""
+        self._hangs = True
 
     def deliver(self, event: object) -> None:
         """From the I/O thread to the engine: in order, a moment later."""
@@ -140,7 +148,8 @@ class WorkerProcess(MemberProcess):
         if batch is None:
             self._engine_timer.want(core.next_deadline())
             return
-        cost_s = self.runner.step_cost_s(batch)
+        self._step_began_s = now
+        cost_s = NEVER_S if self._hangs else self.runner.step_cost_s(batch)
         for layers in batch.report_after:
             share = layers / self._settings.layers
             self.after(cost_s * share, self._layers_over, "layers")

@@ -184,6 +184,14 @@ class World:
         process.pause()
         self.schedule.after(seconds, process.resume)
 
+    def hang(self, worker: WorkerId) -> None:
+        """A step of its engine never ends."""
+        process = self.seats.get(worker)
+        if isinstance(process, WorkerProcess) and process.alive:
+            self.faulty = True
+            self.schedule.note(worker, "engine hangs")
+            process.hang()
+
     def drain(self, worker: WorkerId) -> None:
         """As before an upgrade: it finishes what it has, then it ends and is replaced."""
         process = self.seats.get(worker)

@@ -1,0 +1,191 @@
+"""Scenarios about peers that fail others: what they do not say, what they say to nobody, and how they come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.common.config import LivenessConfig, TransferConfig
+from baton.common.engine.core_api import Drain
+from baton.common.errors import ErrorCode
+from baton.common.ids import CONTROLLER, HandoffId, HandoffKey, Stamp, WorkerId
+from baton.common.messages import Ack, Body, Cancel, Done, Failed, Failure, HandoffBody
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of
+from baton.deploy.sim.settings import LinkFaults
+from baton.deploy.sim.world import Report, World
+from baton.transfer.api import AbortSource, OpenSink, SinkCommitted, SinkFailed
+from baton.transfer.session.effects import SinkLaneFailed
+
+FLOOD = 200
+MAX_TOMBSTONES = 16
+
+
+def prefill_abort_not_told(seed: int) -> Scenario:
+    """A prefill worker gives up on what it was offered, and the first frame that says so is lost: the decode worker
+    knows within a re-send, long before its deadline, and goes elsewhere."""
+    plan = Plan(replace(BASE, prefill=2), seed)
+    for _ in range(3):
+        plan.request(40)
+    given_up: dict[HandoffKey, float] = {}
+    lost: set[HandoffKey] = set()
+
+    def delay_s(sender: Stamp, worker: WorkerId, body: Body) -> float:
+        if isinstance(body, Failed) and body.key not in lost:
+            lost.add(body.key)
+            return -1.0
+        return 0.0
+
+    def draining(details: object) -> None:
+        for prefill in plan.world.workers("prefill"):
+            prefill.deliver(Drain())
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        if isinstance(event, AbortSource):
+            given_up[event.key] = world.now
+        if isinstance(event, SinkFailed) and event.key in given_up:
+            plan.note("told although the frame was lost")
+            late_s = world.now - given_up[event.key]
+            assert late_s < 2 * world.settings.transfer.resend_after_s, f"told {late_s:.2f} s later"
+
+    plan.world.network.extra_delay_s = delay_s
+    plan.once("command", lambda details: isinstance(second_of(details), OpenSink), draining)
+    plan.world.on("command", look)
+    plan.world.on("engine_event", look)
+    return plan.ready("told although the frame was lost")
+
+
+def orphan_rooms(seed: int) -> Scenario:
+    """A flood of frames about hand-offs that nobody ever heard of: nothing is kept of them but a bounded memory, and no
+    request notices."""
+    transfer = TransferConfig(credit_regions=2, handoff_ttl_s=20.0, max_tombstones=MAX_TOMBSTONES)
+    plan = Plan(replace(BASE, transfer=transfer), seed)
+    for index in range(4):
+        plan.request(40, at_s=FIRST_S + 0.05 * index)
+    failure = Failure(code=ErrorCode.CANCELLED)
+
+    def flood() -> None:
+        (source, *_), (sink, *_) = plan.world.workers("prefill"), plan.world.workers("decode")
+        for number in range(FLOOD):
+            key = HandoffKey(HandoffId(number + 1), 0)
+            bodies: tuple[HandoffBody, ...] = (Cancel(key=key, failure=failure), Ack(key=key, seq=0, credit=9))
+            for body in bodies:
+                sink.send(source.stamp.worker, source.stamp.epoch, body)
+            for body in (Failed(key=key, failure=failure), Done(key=key, regions=1, total_tokens=1, first_token=1)):
+                source.send(sink.stamp.worker, sink.stamp.epoch, body)
+
+    def look(world: World, details: object) -> None:
+        for worker in world.workers():
+            unknown = sum(count for name, count in worker.endpoint.counters.items() if ".unknown." in name)
+            if unknown > FLOOD:
+                plan.note("a flood of strange frames came")
+            known = len(worker.endpoint.sessions()) - worker.endpoint.live_sinks - worker.endpoint.live_sources
+            assert known <= 4 * MAX_TOMBSTONES, f"{worker.stamp.worker} remembers {known}"
+
+    plan.world.schedule.at(FIRST_S + 0.1, flood)
+    plan.world.on("landing_ended", look)
+    plan.world.on("engine_event", look)
+    return plan.ready("a flood of strange frames came")
+
+
+def one_bad_peer(seed: int) -> Scenario:
+    """A lane to the only prefill worker breaks again and again; when it works again, it is used again, and nobody has
+    ended for it."""
+    plan = Plan(replace(BASE, links=LinkFaults(region_lost=1.0)), seed)
+    for index in range(3):
+        plan.request(30, at_s=FIRST_S + 0.05 * index)
+    for index in range(3):
+        plan.request(30, at_s=FIRST_S + 8.0 + 0.05 * index)
+    bad: set[WorkerId] = set()
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        if isinstance(event, SinkLaneFailed):
+            plan.note("the lane broke")
+        if isinstance(event, SinkFailed):
+            bad.add(event.peer)
+        if isinstance(event, SinkCommitted) and event.peer in bad:
+            plan.note("the same peer was used again")
+
+    plan.world.on("landing_ended", look)
+    plan.world.on("engine_event", look)
+    plan.world.schedule.at(FIRST_S + 7.5, plan.world.network.calm_down)
+    scenario = plan.ready("the lane broke", "the same peer was used again")
+    plan.world.calm_s = FIRST_S + 8.5
+    return scenario
+
+
+def health_lies(seed: int) -> Scenario:
+    """An engine hangs while its process says that it lives: it is replaced for what it cannot do, and what it had goes
+    on elsewhere."""
+    liveness = LivenessConfig(heartbeat_interval_s=0.4, start_deadline_s=20.0, engine_stuck_after_s=4.0)
+    plan = Plan(replace(BASE, prefill=1, decode=2, liveness=liveness), seed)
+    for index in range(4):
+        plan.request(30, max_tokens=30, at_s=FIRST_S + 0.01 * index)
+    victim = WorkerId(("decode-0", "prefill-0")[seed % 2])
+    plan.world.schedule.at(FIRST_S + 0.1 * (seed % 2 == 0), plan.world.hang, victim)
+    scenario = plan.ready()
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        process = plan.world.seats[victim]
+        must(process.stamp.incarnation > 1, f"{victim} was not replaced")
+
+    return Scenario(plan.world, reached)
+
+
+def controller_restarts(seed: int) -> Scenario:
+    """The controller dies; a worker dies while it is gone, unseen; another starts in its seat afterwards, under an
+    incarnation that was never given, and what runs notices nothing."""
+    plan = Plan(replace(BASE, prefill=2, decode=2, pull_lane=0.5), seed)
+    for index in range(8):
+        plan.request(30, max_tokens=20, at_s=FIRST_S + 0.2 * index)
+    world = plan.world
+    victim = WorkerId(("decode-0", "prefill-0")[seed % 2])
+    world.schedule.at(FIRST_S + 0.3, world.crash_controller, 1.5)
+    world.schedule.at(FIRST_S + 0.5, world.crash, victim)
+    scenario = plan.ready()
+    world.calm_s = FIRST_S + 4.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(report.probes["controller_crash"] and world.seats[victim].stamp.incarnation > 1, "nobody was replaced")
+        others = [one for one in world.specs if one.worker != victim]
+        alive = [world.seats[one.worker].stamp.incarnation == 1 for one in others]
+        assert all(alive), "a restart of the controller has cost workers that lived"
+
+    return Scenario(world, reached)
+
+
+def half_open(seed: int) -> Scenario:
+    """A worker is replaced, and for a while nothing that is sent to its successor arrives, though it speaks itself."""
+    plan = Plan(replace(BASE, prefill=1, decode=1, start_s=0.1), seed)
+    for index in range(4):
+        plan.request(30, max_tokens=12, at_s=FIRST_S + 0.5 * index)
+    victim = WorkerId(("decode-0", "prefill-0")[seed % 2])
+
+    def cut() -> None:
+        for spec in plan.world.specs:
+            if spec.worker != victim:
+                plan.world.partition(spec.worker, victim, 1.5, both=False)
+
+    def lost(world: World, details: object) -> None:
+        assert isinstance(details, tuple)
+        if details[1] == victim and world.seats[victim].stamp.incarnation > 1 and details[0].worker != CONTROLLER:
+            plan.note("the successor did not hear what was sent")
+
+    plan.world.schedule.at(FIRST_S + 0.2, plan.world.crash, victim)
+    plan.world.schedule.at(FIRST_S + 0.25, cut)
+    plan.world.on("frame_lost", lost)
+    scenario = plan.ready("the successor did not hear what was sent")
+    plan.world.calm_s = FIRST_S + 4.0
+    return scenario
+
+
+SCENARIOS = (
+    prefill_abort_not_told,
+    orphan_rooms,
+    one_bad_peer,
+    health_lies,
+    controller_restarts,
+    half_open,
+)
