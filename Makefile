@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
 
 setup: $(READY)
 
@@ -39,6 +39,12 @@ SEEDS ?= 5000
 sim: $(READY)
 	$(BIN)/python -m baton.deploy.sim --seed $(FIRST) --seeds $(SEEDS)
 	$(BIN)/python -m pytest -m slow tests/sim
+
+# A world of a thousand workers and a million requests, about an hour; TRACE=file is one in Mooncake's format.
+WORKERS ?= 1000
+REQUESTS ?= 1000000
+sim-large: $(READY)
+	$(BIN)/python -m baton.deploy.sim.bench --seeds 0 --workers $(WORKERS) --requests $(REQUESTS) $(if $(TRACE),--trace $(TRACE))
 
 # A hundred processes killed at random moments under load, and 20,000 requests through tiny pools; minutes each.
 soak: $(READY)

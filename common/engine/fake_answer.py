@@ -90,8 +90,8 @@ class _Kept:
     def __init__(self, model: FakeModel, layout: KvLayout, prompt: npt.NDArray[np.int64], max_len: int) -> None:
         self._layout = layout
         self._only_full = layout.only_full  # the common case, kept fast
-        self._weights = [int(weight) for weight in model.weights(np.arange(max_len))]
-        self._salts = [int(salt) for salt in model.position_salt[:max_len]]
+        self._weights: list[int] = model.weights(np.arange(max_len)).tolist()
+        self._salts: list[int] = model.position_salt[:max_len].tolist()
         self._length = 0
         self._full, self._full_digest, self._state = START, 0, 0
         self._values: list[int] = []  # v of all positions

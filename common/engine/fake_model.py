@@ -99,7 +99,7 @@ class FakeModel:
     def __init__(self, max_positions: int, vocab_size: int = FAKE_VOCAB_SIZE) -> None:
         assert min(max_positions, vocab_size - 1) > 0, (max_positions, vocab_size)
         self.vocab_size = vocab_size
-        self._power, self._inverse, self.position_salt, self._weight = _tables(max_positions + 1)
+        self._power, self._inverse, self.position_salt, self._weight = _tables(1 << max_positions.bit_length())
 
     def scrambled(self, tokens: I64, positions: I64 | slice, salt: int) -> U64:
         """g of tokens at their positions."""

@@ -8,10 +8,13 @@ Times are processor time of this process, so that a busy machine does not count 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from baton.deploy.sim.scale import LargeWorld, TraceLine, made_up_trace, read_trace
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.world import Report, World
 
@@ -43,6 +46,17 @@ def of_seeds(first: int, count: int) -> Speed:
     return _speed(reports, time.process_time() - started)
 
 
+def of_size(workers: int, requests: int, trace: list[TraceLine]) -> Speed:
+    """A world without faults, from its first request on, with every check."""
+    large = LargeWorld(workers, requests, trace)
+    large.start()
+    schedule = large.world.schedule
+    before, began_s, started = schedule.events, schedule.now, time.process_time()
+    report = large.world.run()
+    cpu_s = time.process_time() - started
+    return Speed(report.events - before, report.outcomes.total(), report.virtual_s - began_s, cpu_s)
+
+
 def _speed(reports: list[Report], cpu_s: float) -> Speed:
     requests = sum(report.outcomes.total() for report in reports)
     return Speed(sum(one.events for one in reports), requests, sum(one.virtual_s for one in reports), cpu_s)
@@ -51,8 +65,16 @@ def _speed(reports: list[Report], cpu_s: float) -> Speed:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m baton.deploy.sim.bench", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="how many random worlds with faults")
+    parser.add_argument("--workers", type=int, nargs="*", default=[10, 100], help="sizes of worlds without faults")
+    parser.add_argument("--requests", type=int, default=2000, help="in each of those")
+    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format (default: a made-up one)")
     arguments = parser.parse_args()
-    print(of_seeds(0, arguments.seeds).told(f"{arguments.seeds} seeds with faults"))
+    if arguments.seeds:
+        print(of_seeds(0, arguments.seeds).told(f"{arguments.seeds} seeds with faults"), flush=True)
+    trace = made_up_trace() if arguments.trace is None else read_trace(arguments.trace)
+    for workers in arguments.workers:
+        print(of_size(workers, arguments.requests, trace).told(f"{workers} workers"), flush=True)
+        print(f"{'':28} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most, so far")
     return 0
 
 

@@ -6,6 +6,7 @@ equals `fake_answer` token for token, an incomplete one is a prefix of it; an er
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ class Clients:
 
     def __init__(self) -> None:
         self.requests: dict[RequestId, ClientRequest] = {}
+        self.outcomes: Counter[str] = Counter()
         self.planned = 0
 
     def add(self, request: ClientRequest) -> None:
@@ -81,33 +83,39 @@ class Clients:
         assert not request.outcome, f"{request.request_id}: {effect} after {request.outcome}"
         assert bool(effect.finish_reason) != (effect.failure is not None), effect
         request.ended = effect
-        _over(request, effect.finish_reason if effect.failure is None else effect.failure.code.value)
+        self.over(request, effect.finish_reason if effect.failure is None else effect.failure.code.value)
 
     def gateway_died(self, gateway: GatewayProcess) -> None:
         for request in list(self.requests.values()):
             if request.gateway is gateway and not request.outcome:
-                _over(request, CONNECTION_LOST)
+                self.over(request, CONNECTION_LOST)
+
+    def over(self, request: ClientRequest, outcome: str) -> None:
+        """The one outcome of a request."""
+        request.outcome = outcome
+        self.outcomes[outcome] += 1
+        if request.then is not None:
+            request.then(request)
 
     @property
     def all_ended(self) -> bool:
-        return len(self.requests) == self.planned and all(one.outcome for one in self.requests.values())
+        return self.outcomes.total() == self.planned
 
     def judge(self, settings: WorldSettings, *, faulty: bool) -> None:
         """Raises AssertionError for the first answer that a correct system cannot give."""
         for request in self.requests.values():
-            expected = fake_answer(request.prompt, request.sampling, settings.max_context_len, layout=settings.layout)
-            _judge_tokens(request, expected)
-            if request.outcome in ("stop", "length"):
-                _judge_complete(request, expected)
-            else:
-                cause = _cause_of(request, settings, faulty)
-                assert cause, f"{request.request_id} ended with {request.ended} for no reason"
+            judge(request, settings, faulty=faulty)
 
 
-def _over(request: ClientRequest, outcome: str) -> None:
-    request.outcome = outcome
-    if request.then is not None:
-        request.then(request)
+def judge(request: ClientRequest, settings: WorldSettings, *, faulty: bool) -> None:
+    """Raises AssertionError unless a correct system can give this answer."""
+    expected = fake_answer(request.prompt, request.sampling, settings.max_context_len, layout=settings.layout)
+    _judge_tokens(request, expected)
+    if request.outcome in ("stop", "length"):
+        _judge_complete(request, expected)
+    else:
+        cause = _cause_of(request, settings, faulty)
+        assert cause, f"{request.request_id} ended with {request.ended} for no reason"
 
 
 def _judge_tokens(request: ClientRequest, expected: FakeAnswer) -> None:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 
 NEVER_S = 1e6
+MOST_OWNERS = 1024
+"""Of hand-offs, those remembered for the oracle: many more than have pages at one time."""
 READ_BY_PEERS = frozenset({OwnerClass.OUTGOING, OwnerClass.QUARANTINED})
 
 
@@ -199,6 +201,8 @@ class WorkerProcess(MemberProcess):
         assert isinstance(effect, SinkCommand | SourceCommand), effect
         if isinstance(effect, OpenSink):
             self.owners[effect.key] = effect.request_id
+            if len(self.owners) > MOST_OWNERS:
+                del self.owners[next(iter(self.owners))]
         self.world.probe("command", (self, effect))
         self._carry_out(self.endpoint.command(effect, self.now))
 

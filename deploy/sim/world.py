@@ -305,7 +305,7 @@ class World:
                 raise NeverRests(self._what_is_owed())
             self.schedule.run_until(self.now + QUIET_STEP_S)
         self._judge()
-        outcomes = Counter(one.outcome for one in self.clients.requests.values())
+        outcomes = self.clients.outcomes
         schedule = self.schedule
         return Report(
             self.seed,

@@ -1,0 +1,164 @@
+"""Worlds of any size for as long as wanted: a thousand workers, a million requests, in bounded memory.
+
+Requests come one after the other from a trace (`Trace`), each made when it arrives, judged when it ends, and forgotten.
+Owns the workload and the sizes. Nothing goes wrong in such a world on purpose: it shows that cores and simulator bear
+its size, with every check after every event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.config import DecodeConfig, GatewayConfig, LivenessConfig, PrefillConfig, TransferConfig
+from baton.common.engine.fake_runner import StepCost
+from baton.common.ids import RequestId
+from baton.common.messages import SamplingParams
+from baton.deploy.sim.clients import ClientRequest, Clients, judge
+from baton.deploy.sim.settings import WorldSettings
+from baton.deploy.sim.world import World
+
+FIRST_S = 4.0
+"""Everything is up by then."""
+SHRINK = 64
+"""What has so many tokens in a trace has one here: steps of the fake model cost what is computed in them."""
+TRACE_BLOCK_TOKENS = 512
+RATE_PER_WORKER = 8.0
+MAX_CONTEXT = 2304
+NEW_TOKEN_FACTOR = 0x9E3779B1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request: when it arrives in its trace, how long it is, and the numbers of the blocks that it begins with."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+
+
+def read_trace(path: Path) -> list[TraceLine]:
+    """Of Mooncake's public traces: a JSON object per line."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        TraceLine(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
+        for one in lines
+    ]
+
+
+def made_up_trace(requests: int = 2000) -> list[TraceLine]:
+    """Where no trace is at hand: lengths and sharing like those of a conversation trace."""
+    rng = Random(17)
+    lines = []
+    for number in range(requests):
+        blocks = 1 + min(200, int(rng.expovariate(1 / 20)))
+        own = [1_000_000 + 1000 * number + at for at in range(blocks)]
+        shared = rng.randrange(blocks)
+        begins = [1000 * rng.randrange(50) + at for at in range(shared)]
+        outputs = 1 + int(rng.expovariate(1 / 340))
+        lines.append(TraceLine(0.3 * number, TRACE_BLOCK_TOKENS * blocks - 100, outputs, (*begins, *own[shared:])))
+    return lines
+
+
+def sized(workers: int) -> WorldSettings:
+    """Two of five compute prompts. Heartbeats go from everybody to everybody, so their interval grows with the
+    cluster, as an operator would have it."""
+    prefill = max(1, 2 * workers // 5)
+    interval_s = max(0.4, workers / 500)
+    return WorldSettings(
+        prefill=prefill,
+        decode=workers - prefill,
+        gateways=max(1, workers // 100),
+        page_size=16,
+        prefill_pages=400,
+        decode_pages=400,
+        rows=16,
+        max_context_len=MAX_CONTEXT,
+        staging_slots=8,
+        region_pages=64,
+        region_s=0.002,
+        step=StepCost(0.002, 0.00002),
+        prefill_config=PrefillConfig(chunk_tokens=512),
+        decode_config=DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=64, max_queued_requests=256),
+        transfer=TransferConfig(credit_regions=2, tombstone_ttl_s=10.0, max_tombstones=64),
+        liveness=LivenessConfig(
+            heartbeat_interval_s=interval_s,
+            dead_after_s=5 * interval_s,
+            republish_interval_s=2 * interval_s,
+            start_deadline_s=60.0,
+        ),
+    )
+
+
+class PassingClients(Clients):
+    """Each request is judged when it ends, and forgotten."""
+
+    def __init__(self, settings: WorldSettings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def over(self, request: ClientRequest, outcome: str) -> None:
+        super().over(request, outcome)
+        judge(request, self._settings, faulty=False)
+        del self.requests[request.request_id]
+
+
+class LargeWorld:
+    """`requests` in all, at a rate that keeps the workers busy; the trace comes again when it is over, with other
+    tokens."""
+
+    def __init__(self, workers: int, requests: int, trace: list[TraceLine], seed: int = 0) -> None:
+        settings = sized(workers)
+        self.world = World(settings, seed)
+        self.world.gateway_config = GatewayConfig(max_inflight_requests=1 << 16)
+        self.world.clients = PassingClients(settings)
+        self.world.clients.planned = requests
+        duration_s = requests / (RATE_PER_WORKER * workers)
+        self.world.calm_s = FIRST_S + duration_s
+        self._trace = trace
+        self._speed = (trace[-1].at_s - trace[0].at_s) * requests / (len(trace) * duration_s)
+        self._left = requests
+        self._number = 0
+        self._lines = self._scaled()
+
+    def start(self) -> None:
+        """Everything comes up, without requests."""
+        self._enter_next()
+        self.world.schedule.run_until(FIRST_S)
+
+    def _scaled(self) -> Iterator[tuple[float, TraceLine, int]]:
+        """When, what, and in which round of the trace."""
+        first_s, length_s = self._trace[0].at_s, self._trace[-1].at_s - self._trace[0].at_s
+        turn = 0
+        for place, line in cycle(enumerate(self._trace)):
+            turn += place == 0
+            yield FIRST_S + ((turn - 1) * length_s + line.at_s - first_s) / self._speed, line, turn
+
+    def _enter_next(self) -> None:
+        if self._left:
+            self._left -= 1
+            at_s, line, turn = next(self._lines)
+            self.world.schedule.at(at_s, self._arrive, line, turn)
+
+    def _arrive(self, line: TraceLine, turn: int) -> None:
+        self._enter_next()
+        self._number = number = self._number + 1
+        sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max(1, line.output_tokens // SHRINK))
+        request = ClientRequest(RequestId(f"r{number}"), prompt_of(line, turn), sampling, None)
+        self.world.submit(request, number % self.world.settings.gateways)
+
+
+def prompt_of(line: TraceLine, turn: int) -> npt.NDArray[np.int32]:
+    """Requests with the same first blocks, in one round of the trace, begin with the same tokens."""
+    block = TRACE_BLOCK_TOKENS // SHRINK
+    numbers = np.array(line.blocks, dtype=np.int64)[:, None] * block + np.arange(block) + (turn << 40)
+    tokens = (numbers * NEW_TOKEN_FACTOR >> 13) % 258
+    return tokens.ravel()[: max(1, line.prompt_tokens // SHRINK)].astype(np.int32)
