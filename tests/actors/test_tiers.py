@@ -85,6 +85,7 @@ def through(ray_session: str, place: Path) -> Iterator[ClusterHandle]:
 
 
 def tiers_at(place: Path, write: Literal["through", "back"]) -> TiersConfig:
+    (place / "shared").mkdir(exist_ok=True)
     return TiersConfig(
         host_bytes=1 << 20, disk_path=str(place / "disk"), external=f"file://{place}/shared", write=write
     )

@@ -471,6 +471,7 @@ def test_a_process_reads_while_another_writes_and_trims(tmp_path: Path) -> None:
 
 def test_the_configured_levels_are_opened_from_fast_to_slow(tmp_path: Path) -> None:
     config = TiersConfig(host_bytes=4 * PAGE_BYTES, disk_path=str(tmp_path / "disk"), external=f"file://{tmp_path}/ext")
+    (tmp_path / "ext").mkdir()
     tiers = open_tiers(config, "decode-0", ROOT, PAGE_BYTES)
     assert tiers is not None
     assert tiers.write(key(1), content(key(1)))
@@ -478,6 +479,15 @@ def test_the_configured_levels_are_opened_from_fast_to_slow(tmp_path: Path) -> N
     assert path_of(tmp_path / "disk" / "decode-0", key(1)).exists()
     assert path_of(tmp_path / "ext", key(1)).exists()
     tiers.close()
+
+
+def test_a_shared_directory_is_not_made_where_nothing_is_mounted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "baton.tiers"):
+        assert open_tiers(TiersConfig(external=f"file://{tmp_path}/ext"), "decode-0", ROOT, PAGE_BYTES) is None
+    assert not (tmp_path / "ext").exists()
+    assert f"{tmp_path}/ext is not there" in str(vars(caplog.records[0]))
 
 
 def test_a_level_that_cannot_be_opened_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

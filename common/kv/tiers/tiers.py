@@ -101,7 +101,7 @@ def open_tiers(config: TiersConfig, worker: str, root: PageKey, page_bytes: int)
         wanted.append(lambda: DiskStore(Path(config.disk_path) / worker, config.disk_bytes, page_bytes, root))
     if config.external:
         shared = Path(urlsplit(config.external).path)
-        wanted.append(lambda: SharedDirectoryStore(shared, config.external_bytes, page_bytes, root))
+        wanted.append(lambda: SharedDirectoryStore(_there(shared), config.external_bytes, page_bytes, root))
     stores: list[PageStore] = []
     for open_store in wanted:
         try:
@@ -112,3 +112,11 @@ def open_tiers(config: TiersConfig, worker: str, root: PageKey, page_bytes: int)
         return None
     _log.info("tiers", levels=", ".join(store.name for store in stores), write=config.write)
     return Tiers(stores, config.write)
+
+
+def _there(directory: Path) -> Path:
+    """A directory that workers share is mounted, or made, before they start: what would be made here instead would be
+    this host's own, and would fill its disk."""
+    if not directory.is_dir():
+        raise StoreUnavailable(f"external tier: {directory} is not there: mount it, or make it")
+    return directory
