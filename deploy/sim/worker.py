@@ -170,6 +170,7 @@ class WorkerProcess(MemberProcess):
         assert self._computing is not None
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
+        self.world.probe("step_over", (self, self._step_began_s))
         self._post(self.core.on_step(result, self.now))
         self._turn()
 

@@ -1,0 +1,88 @@
+"""A failing seed can be reproduced, looked at, and made small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.decode.outbox import Outbox
+from baton.deploy.sim import __main__ as command_line
+from baton.deploy.sim.recording import Recording
+from baton.deploy.sim.settings import random_settings
+from baton.deploy.sim.shrinking import how_it_fails, parts_of, shrink
+from baton.deploy.sim.world import World, run_seed
+
+SEED = 14
+
+
+def test_a_recorded_world_is_the_same_world(tmp_path: Path) -> None:
+    world = World(random_settings(SEED), SEED, keep_trace=True)
+    recording = Recording(world)
+    world.plan_random()
+    assert world.run().trace_hash == run_seed(SEED).trace_hash
+    log, picture = recording.write(tmp_path / "world.jsonl")
+    lines = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
+    assert [line["at_s"] for line in lines] == sorted(line["at_s"] for line in lines)
+    kinds = {line["kind"] for line in lines}
+    assert {"event", "sent", "command", "engine_event", "landing_ended", "step_over", "outcome"} <= kinds
+    offers = [line for line in lines if line["kind"] == "sent" and line["what"] == "Offer"]
+    assert offers
+    assert all("/" in line["key"] for line in offers)
+    drawn = msgspec.json.decode(picture.read_bytes())["traceEvents"]
+    assert {"step", "hand-offs"} <= {event["name"] for event in drawn}
+
+
+def test_what_is_left_out_does_not_happen_and_moves_nothing_that_was_planned() -> None:
+    parts = parts_of(SEED)
+    requests = [part for part in parts if part.startswith("r") and part[1:].isdigit()]
+    world = World(random_settings(SEED), SEED)
+    assert requests[0] in world.plan_random(requests[:1])[0]
+    world.run()
+    assert requests[0] not in world.clients.requests
+    assert requests[1] in world.clients.requests
+    whole = World(random_settings(SEED), SEED)
+    whole.plan_random()
+    whole.run()
+    kept, there = (one.clients.requests[requests[1]] for one in (world, whole))
+    assert kept.prompt.tolist() == there.prompt.tolist()
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message of a request is not repeated."""
+    monkeypatch.setattr(Outbox, "on_timer", lambda self, now: self._resends.pop_due(now) and None)
+
+
+def failing_seed() -> int:
+    return next(seed for seed in range(60) if how_it_fails(seed, []) is not None)
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_failure_is_shrunk_to_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = failing_seed()
+    shrunk = shrink(seed, [], lambda text: None)
+    assert shrunk is not None
+    assert len(shrunk.kept) < len(parts_of(seed)) / 2
+    assert type(how_it_fails(seed, shrunk.left_out)) is type(shrunk.error)
+    assert not set(shrunk.kept) & set(shrunk.left_out)
+
+
+@pytest.mark.usefixtures("deaf")
+def test_a_failing_seed_prints_the_line_that_reproduces_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = failing_seed()
+    monkeypatch.setattr("sys.argv", ["sim", "--seed", str(seed), "--seeds", "1"])
+    assert command_line.main() == 1
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED: "))
+    command = line.removeprefix("FAILED: python -m baton.deploy.sim ").split("   # ")[0]
+    monkeypatch.setattr("sys.argv", ["sim", *command.split()])
+    assert command_line.main() == 1
+
+
+def test_a_scenario_is_run_by_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["sim", "--scenario", "half_open", "--seed", "1", "--seeds", "2"])
+    assert command_line.main() == 0
+    assert "2 seeds, 0 failed" in capsys.readouterr().out
