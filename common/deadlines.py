@@ -23,6 +23,11 @@ class Deadlines(Generic[Name]):
     def __len__(self) -> int:
         return len(self._due)
 
+    def get(self, name: Name) -> float | None:
+        """When `name` is due; None: not at all."""
+        due = self._due.get(name)
+        return None if due is None else due[0]
+
     def set(self, name: Name, at_s: float) -> None:
         """`name` is due at `at_s`, and at no other time."""
         self._sequence += 1

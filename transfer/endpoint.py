@@ -80,7 +80,10 @@ from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step
 
 MAX_LIVE_SOURCES = 1024
 OVERLOAD_RETRY_AFTER_S = 1.0
-TAG_COUNTER_BITS = 40
+TAG_BITS = 40
+"""Of a tag, for the count of this process; a part of its epoch is above them."""
+TAGS_BEFORE_REUSE = 1 << 39
+"""The count begins again there; no hand-off takes as many as are left then."""
 
 SINK: Machine[sink.SinkState, sink.SinkInput, sink.SinkOutput] = Machine(
     "sink",
@@ -133,7 +136,8 @@ class Endpoint:
         self._max_live_sources = max_live_sources
         self._members: dict[WorkerId, Stamp] = {}
         # Tags are unique in this process, and almost surely over restarts on the same address.
-        self._next_tag = (stamp.epoch % (1 << (63 - TAG_COUNTER_BITS))) << TAG_COUNTER_BITS
+        self._first_tag = (stamp.epoch % (1 << (63 - TAG_BITS))) << TAG_BITS
+        self._tags_used = 0
         self._counters: Counter[str] = Counter()
         self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces, layers)
@@ -277,7 +281,7 @@ class Endpoint:
             sample=command.sample,
             sampling=command.sampling,
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),
-            tag_base=self._next_tag,
+            tag_base=self._first_tag + self._tags_used,
             priority=command.priority,
         )
         if peer is None:  # it left while the command was on its way
@@ -286,7 +290,7 @@ class Endpoint:
             first: sink.SinkStep = Step(sink.Closed(order, failure), Verdict.MOVE, (EngineEvent(failed),))
         else:
             first = sink.open_sink(order, self._rules)
-            self._next_tag += order.tag_count
+            self._tags_used = (self._tags_used + order.tag_count) % TAGS_BEFORE_REUSE
         return self._sinks.open(command.key, first, now)
 
     def _to_sink(self, body: sink.SinkFrame, peer: Stamp, now: float) -> Sequence[sink.SinkOutput]:
@@ -347,7 +351,7 @@ class Endpoint:
         return self._sources.open(offer.key, source.accept_offer(terms, offer.credit, received), now)
 
     def _segments_of_offer(self, start: int, total: int) -> tuple[Segment, ...]:
-        """None when that is no range to hand over."""
+        """None of them when that is no range to hand over."""
         if not 0 <= start < total or start % self._layout.page_size:
             return ()
         return self._segments(start, total)

@@ -151,6 +151,22 @@ def test_a_frame_that_is_not_about_a_hand_off_is_a_bug_of_the_shell() -> None:
         endpoint().on_frame(frame(Heartbeat()), 0.0)
 
 
+def test_tags_stay_below_the_sign_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were, and whatever the epoch: lanes use the bits above for themselves."""
+    monkeypatch.setattr("baton.transfer.endpoint.TAGS_BEFORE_REUSE", (1 << 40) - 8)
+    me = Stamp(ME.worker, ME.incarnation, Epoch((1 << 23) - 1))
+    here = Endpoint(me, CONFIG, KvLayout(4), ["zmq"])
+    here.on_membership(view(1, me, PEER), 0.0)
+    monkeypatch.setattr(here, "_tags_used", (1 << 40) - 12)
+    tags = []
+    for number in range(1, 4):
+        [prepare] = here.command(open_sink(number), 0.0)
+        assert isinstance(prepare, PrepareSink)
+        tags.append(range(prepare.tag_base, prepare.tag_base + prepare.tag_count))
+    assert max(map(max, tags)) < 1 << 63
+    assert len({tag for each in tags for tag in each}) == sum(map(len, tags))
+
+
 # ------------------------------------------------------------------------------------------------------- sources
 
 

@@ -6,13 +6,13 @@ alone have created is kept apart under the same bound. Never decides what an eve
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from baton.common.deadlines import Deadlines
 from baton.common.ids import HandoffKey, Stamp
 from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step, Verdict
 
@@ -70,10 +70,8 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         self._states: dict[HandoffKey, StateT] = {}
         self._ended: dict[HandoffKey, float] = {}  # -> when to forget it; in order of ending
         self._unasked: dict[HandoffKey, float] = {}  # the same, for what a frame alone has created
-        self._timers: list[tuple[float, int, HandoffKey]] = []  # a heap; entries that no longer hold are skipped
-        self._scheduled: dict[HandoffKey, float] = {}
+        self._timers: Deadlines[HandoffKey] = Deadlines()
         self._forgotten = False  # something was, once
-        self._pushes = 0
 
     @property
     def live(self) -> int:
@@ -140,29 +138,22 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
         self._forget_beyond_bounds(self._ended, now)
         self._forget_beyond_bounds(self._unasked, now)
         effects: list[OutputT] = []
-        while (due_s := self.next_deadline()) is not None and due_s <= now:
-            _, _, key = heapq.heappop(self._timers)
-            self._scheduled.pop(key, None)
-            effects += self.apply(key, self._machine.clockwork(self._states[key], now), now)
+        for key in self._timers.pop_due(now):
+            if key in self._states:  # else the end of another one has pushed it out of memory
+                effects += self.apply(key, self._machine.clockwork(self._states[key], now), now)
         return effects
 
     def next_deadline(self) -> float | None:
         """When a session wants `run_timers`. Forgetting is no reason to wake up: it happens on the way."""
-        while self._timers:
-            due_s, _, key = self._timers[0]
-            state = self._states.get(key)
-            if state is not None and self._machine.timer(state) == due_s:
-                return due_s
-            heapq.heappop(self._timers)
-        return None
+        return self._timers.next_s()
 
     def _enter(self, key: HandoffKey, state: StateT, now: float) -> None:
         self._states[key] = state
         due_s = self._machine.timer(state)
-        if due_s is not None and due_s != self._scheduled.get(key):
-            self._pushes += 1
-            heapq.heappush(self._timers, (due_s, self._pushes, key))
-            self._scheduled[key] = due_s
+        if due_s is None:
+            self._timers.drop(key)
+        elif due_s != self._timers.get(key):
+            self._timers.set(key, due_s)
         if self._machine.is_over(state) and key not in self._ended and key not in self._unasked:
             self._ended[key] = now + self._tombstone_ttl_s
             self._forget_beyond_bounds(self._ended, now)
@@ -173,7 +164,7 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
             if table[key] > now and len(table) <= self._max_tombstones:
                 return
             del table[key], self._states[key]
-            self._scheduled.pop(key, None)
+            self._timers.drop(key)
             self._forgotten = True
 
     def _note(self, key: HandoffKey, before: StateT, event: InputT, step: Step[StateT, OutputT], now: float) -> None:
