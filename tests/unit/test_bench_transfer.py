@@ -18,7 +18,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
+@pytest.mark.parametrize("lane", ["tcp", pytest.param("local", marks=pytest.mark.slow)])
 def test_the_benchmark_measures_a_lane_and_checks_its_bytes(lane: str) -> None:
     out = run("benchmarks.bench_transfer", "--quick", "--only", lane)
     assert f"\n| {lane} | " in out

@@ -355,7 +355,7 @@ def test_pages_that_the_tree_did_not_take_yet_are_not_lent_before_the_end() -> N
 
 
 @every_layout
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
 def test_storm(name: str, seed: int) -> None:
     """Random arrivals, cancellations, lost hand-offs, workers that leave and come back, evictions, tiny pools."""
     rng = Random(seed * 1009 + sum(map(ord, name)))
