@@ -20,6 +20,7 @@ from baton.common.kv.prefix.chunk import ChunkCache
 from baton.common.kv.prefix.compiled import CompiledTree, PoolMemory, compiled_library
 from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
+from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.record import ReqKvInfo
 
 FULL_EVERY = 256
@@ -35,6 +36,7 @@ class StepChecker:
         self._holdings = holdings
         self._walk = InvariantChecker()
         self._checks = 0
+        self._tree_held: tuple[int, list[int]] = (-1, [])  # changes and leases of a tree in Python when its rules held
         self._tree = _compiled_tree(pool)
         self._memory = _memory_of(pool)
         self._where = byref(self._memory)
@@ -44,10 +46,21 @@ class StepChecker:
         """Raises InvariantViolation at the first rule that does not hold, given the records that are held now."""
         self._checks += 1
         rule = self.broken_rule(records)
-        if rule or self._tree is None or self._checks % FULL_EVERY == 0:
+        if rule or self._checks % FULL_EVERY == 0:
             self._walk.check(self._pool, self._holdings())
+        elif self._tree is None:
+            self._check_in_python(records)
         if rule:
             raise InvariantViolation(f"{rule} (and the walk over the pool finds nothing wrong)")
+
+    def _check_in_python(self, records: Sequence[ReqKvInfo]) -> None:
+        """The tree's own rules only when it, or who has a lease on it, has changed."""
+        prefix, pool = self._pool.prefix, self._pool
+        changes = prefix.changes if isinstance(prefix, UnifiedRadixCache) else self._checks
+        leases = [lease for record in records if (lease := record.prefix_lock) is not None]
+        state = changes, [*map(id, leases), *map(id, pool.copying)]
+        self._walk.check(pool, self._holdings(), tree_too=state != self._tree_held)
+        self._tree_held = state
 
     def broken_rule(self, records: Sequence[ReqKvInfo]) -> str:
         """The first that the compiled walk finds, or ""."""

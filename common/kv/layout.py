@@ -8,8 +8,10 @@ need the last `window` of them; recurrent layers keep one state per sequence, wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 from baton.common.units import page_floor
 
@@ -39,8 +41,7 @@ class KvLayout:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        have = {Component.FULL: self.full, Component.SWA: self.window > 0, Component.STATE: self.state}
-        return tuple(component for component in Component if have[component])
+        return _COMPONENTS[self.full, self.window > 0, self.state]
 
     @property
     def only_full(self) -> bool:
@@ -57,3 +58,9 @@ class KvLayout:
         """Where the pages begin that sliding layers still need once `length` tokens are known: page-aligned. The next
         query stands at `length` and sees keys from `length - window + 1` on."""
         return page_floor(max(0, length - self.window + 1), self.page_size) if self.window else 0
+
+
+_COMPONENTS: Mapping[tuple[bool, bool, bool], tuple[Component, ...]] = {
+    (full, swa, state): tuple(one for one, there in zip(Component, (full, swa, state), strict=True) if there)
+    for full, swa, state in product((False, True), repeat=3)
+}

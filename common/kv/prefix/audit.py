@@ -93,28 +93,28 @@ def _check_locks(layout: KvLayout, nodes: Sequence[Node], lease_nodes: Sequence[
 
 
 def _check_queues(layout: KvLayout, nodes: Sequence[Node], queued: Mapping[Component, set[int]]) -> None:
-    for node in nodes:
-        evictable = {
-            Component.FULL: full_is_current(node, node.last_use),
-            Component.SWA: swa_is_current(node, node.swa_use),
-            Component.STATE: state_is_current(node, node.state_use),
-        }
-        for component in layout.components:
-            if evictable[component] and id(node) not in queued[component]:
-                raise InvariantViolation(f"{_name(node)}: its {component} part could never be evicted")
+    for component in layout.components:
+        there = queued[component]
+        match component:
+            case Component.FULL:
+                lost = [one for one in nodes if id(one) not in there and full_is_current(one, one.last_use)]
+            case Component.SWA:
+                lost = [one for one in nodes if id(one) not in there and swa_is_current(one, one.swa_use)]
+            case Component.STATE:
+                lost = [one for one in nodes if id(one) not in there and state_is_current(one, one.state_use)]
+        for node in lost:
+            raise InvariantViolation(f"{_name(node)}: its {component} part could never be evicted")
 
 
 def _check_ids(nodes: Sequence[Node]) -> None:
-    for component in Component:
-        ids = Counter(one for node in nodes for one in _ids(node, component))
-        twice = [one for one, times in ids.items() if times > 1]
-        if twice:
+    for component, ids in (
+        (Component.FULL, [one for node in nodes for one in node.full.tolist()]),
+        (Component.SWA, [one for node in nodes for one in node.swa.tolist() if one]),
+        (Component.STATE, [node.state for node in nodes if node.state]),
+    ):
+        if len(set(ids)) < len(ids):
+            twice = [one for one, times in Counter(ids).items() if times > 1]
             raise InvariantViolation(f"{component} ids {twice} are in the tree twice")
-
-
-def _ids(node: Node, component: Component) -> list[int]:
-    held = {Component.FULL: node.full.tolist(), Component.SWA: node.swa.tolist(), Component.STATE: [node.state]}
-    return [one for one in held[component] if one]
 
 
 def _count(nodes: Sequence[Node], *, locked: bool) -> GroupCounts:

@@ -82,6 +82,7 @@ class UnifiedRadixCache:
         self._page_size = layout.page_size
         self._tree = PageTree(layout)
         self._leases = 0
+        self.changes = 0  # calls that may have changed it
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -165,6 +166,7 @@ class UnifiedRadixCache:
     # ------------------------------------------------------------------------------------------ leases
 
     def lock(self, match: PrefixMatch) -> PrefixLease | None:
+        self.changes += 1
         assert isinstance(match, _TreeMatch)
         assert match.tree is self._tree, "a match of another cache"
         node, end = match.node, match.end
@@ -186,6 +188,7 @@ class UnifiedRadixCache:
         return _TreeLease(self._tree, node, match.length)
 
     def unlock(self, lease: PrefixLease, *, used: bool = True) -> None:
+        self.changes += 1
         node = self._node_of(lease)
         lease.end()
         self._leases -= 1
@@ -197,6 +200,7 @@ class UnifiedRadixCache:
     # ------------------------------------------------------------------------------------------ writing
 
     def insert(self, lease: PrefixLease | None, tokens: I32, given: GroupPages) -> Inserted:
+        self.changes += 1
         tree, page_bytes = self._tree, self._tree.page_bytes
         old = tree.root if lease is None else self._node_of(lease)
         first, whole = old.end, whole_pages(len(tokens), self._page_size)
@@ -226,11 +230,13 @@ class UnifiedRadixCache:
         return kept
 
     def evict(self, component: Component, count: int) -> GroupPages:
+        self.changes += 1
         gone = Parts()
         self._tree.evict(component, count, gone)
         return gone.joined()
 
     def clear(self) -> GroupPages:
+        self.changes += 1
         gone = Parts()
         for component in self._layout.components:
             self._tree.evict(component, self.evictable.of(component), gone)
