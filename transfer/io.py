@@ -297,10 +297,11 @@ class IoThread:
         if sender.worker == CONTROLLER:
             self._on_controller(sender, body, now)
             return
-        if not self._roster.lists(sender):
+        changes = self._roster.on_heard(sender, now)
+        if changes is None:
             self._dropped["frame_of_unlisted_process"] += 1
             return
-        self._apply(self._roster.on_heard(sender, now), now)
+        self._apply(changes, now)
         if isinstance(body, HandoffBody):
             if self._hand_offs is not None:
                 self._carry_out(self._hand_offs.endpoint.on_frame(frame, now), now)

@@ -69,15 +69,17 @@ class Roster:
             self._heard_s[member.stamp.worker] = now  # it has until `dead_after_s` to be heard
         return Changes(self.view, joined=joined, left=left)
 
-    def on_heard(self, sender: Stamp, now: float) -> Changes:
-        """Any frame of a member shows that it lives."""
-        if not self.lists(sender):
+    def on_heard(self, sender: Stamp, now: float) -> Changes | None:
+        """Any frame of a member shows that it lives. None: the sender is no member."""
+        worker = sender.worker
+        member = self._members.get(worker)
+        if member is None or member.stamp != sender:
+            return None
+        self._heard_s[worker] = now
+        if worker not in self._silent:
             return NO_CHANGE
-        self._heard_s[sender.worker] = now
-        if sender.worker not in self._silent:
-            return NO_CHANGE
-        self._silent.discard(sender.worker)
-        return Changes(self.view, came_back=(sender.worker,))
+        self._silent.discard(worker)
+        return Changes(self.view, came_back=(worker,))
 
     def on_timer(self, now: float) -> Changes:
         """To be called at least once per heartbeat interval: that is how a stall of this process is noticed."""

@@ -137,12 +137,10 @@ class MemberProcess(SimProcess):
         self.after(self._tick_s, self._tick, "tick")
 
     def _speak(self) -> None:
-        load, send = self.load(), self.world.network.send
-        heartbeat = Heartbeat(load=load)
-        for worker, member in self.roster.members.items():
-            send(self.stamp, worker, member.stamp.epoch, heartbeat)
+        heartbeat = Heartbeat(load=self.load())
+        self.world.network.send_to_all(self.stamp, self.roster.members, heartbeat)
         hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
-        send(self.stamp, CONTROLLER, 0, heartbeat if self.roster.listed else hello)
+        self.send(CONTROLLER, 0, heartbeat if self.roster.listed else hello)
 
     def send(self, worker: WorkerId, epoch: int, body: Body) -> None:
         self.world.network.send(self.stamp, worker, epoch, body)
@@ -153,10 +151,10 @@ class MemberProcess(SimProcess):
             if isinstance(body, Membership):
                 self._apply(self.roster.on_membership(sender, body, self.now))
             return
-        if not self.roster.lists(sender):
+        changes = self.roster.on_heard(sender, self.now)
+        if changes is None:
             self.world.probe("frame_of_unlisted_process", frame)
             return
-        changes = self.roster.on_heard(sender, self.now)
         if changes is not NO_CHANGE:
             self._apply(changes)
         if isinstance(body, Heartbeat):

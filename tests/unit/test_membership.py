@@ -77,7 +77,7 @@ def test_silence_is_noticed_once_and_ends_with_the_first_sound() -> None:
 def test_an_earlier_process_does_not_count_as_a_sign_of_life() -> None:
     roster = roster_with(ME, SUCCESSOR)
     for step in range(40):
-        assert roster.on_heard(PREFILL, step * 0.1) is NO_CHANGE
+        assert roster.on_heard(PREFILL, step * 0.1) is None
         roster.on_timer(step * 0.1)
     assert roster.silent == {SUCCESSOR.worker}
 
