@@ -190,6 +190,52 @@ def demo(
 
 
 @app.command()
+def calibrate(
+    model: Model = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(help="The cost file.")] = Path("baton-cost.json"),
+) -> None:
+    """Measure what steps and hand-offs take on this machine, for `baton plan`: a minute, best while it is idle."""
+    from baton.deploy.planner.calibrate import calibrate as measure
+    from baton.deploy.planner.command import told_cost, write_cost
+    from baton.deploy.serve import decide
+
+    cost = measure(decide(_layers(config, settings, _flags(model, None, None, None, None, dtype)), err), err.print)
+    write_cost(cost, out)
+    typer.echo(told_cost(cost))
+    err.print(f"{out} written", markup=False)
+
+
+@app.command()
+def plan(
+    trace: Annotated[Path, typer.Option(help="Mooncake's JSONL, Azure's CSV of 2023, or Baton's JSONL.")],
+    slo: Annotated[str, typer.Option(help="ttft=2s,itl=50ms; also tpot, the mean of a request's gaps.")],
+    workers: Annotated[int | None, typer.Option(help="How to split so many. Without: how many are needed.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests/s they are needed for. Default: the trace's.")] = None,
+    cost: Annotated[Path, typer.Option(help="Of `baton calibrate`.")] = Path("baton-cost.json"),
+    target: Annotated[float, typer.Option(help="Share of the requests whose promises must be kept.")] = 0.9,
+    requests: Annotated[int, typer.Option(min=2, help="How many of the trace, from its beginning.")] = 2000,
+    scale_lengths: Annotated[float, typer.Option(help="Prompts and answers so many times as long.")] = 1.0,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="A picture: .html, .svg or .png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many prefill and decode workers a workload needs, or whether not to disaggregate it."""
+    from baton.common.resolve import merge
+    from baton.deploy.planner.command import Asked, run_plan
+
+    asked = Asked(
+        trace=trace, slo=slo, cost=cost, target=target, workers=workers, rate=rate, requests=requests,
+        scale_lengths=scale_lengths,
+    )  # fmt: skip
+    merged, _ = merge(_layers(config, settings, {}))
+    typer.echo(run_plan(asked, merged, out, as_json, err.print))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(f"baton {installed_version('baton-pd')}")
