@@ -22,6 +22,8 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 MAX_TOKENS = 1 << 20
 MAX_REGION_UNITS = 1 << 16
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIASES = 1024
 MAX_PARTS = 8
 """Into so many groups of layers the units of a region may be cut."""
 
@@ -33,6 +35,8 @@ Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 """Smaller is sooner, as in vLLM. 0 unless a client says otherwise."""
+TokenBias = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[float, Meta(ge=-100, le=100)]]
+"""(token, what is added to its logit)"""
 RegionUnits = Annotated[int, Meta(ge=1, le=MAX_REGION_UNITS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -60,15 +64,27 @@ class _Message(_Value, frozen=True, kw_only=True, tag=True):
 
 class SamplingParams(_Value, frozen=True, kw_only=True):
     """How output tokens are chosen. Temperature 0 is greedy. Randomness is a function of (seed, output index) alone,
-    so that a request continues identically on another worker: the whole sampler state is these two numbers."""
+    and penalties of the tokens so far, so that a request continues identically on another worker: there is no sampler
+    state beside these parameters and the tokens."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0  # 0: off
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the likeliest token's probability; 0: off
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0  # of prompt and output tokens
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0  # per time that a token was put out
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0  # once, when a token was put out
+    logit_bias: Annotated[tuple[TokenBias, ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()  # each token once
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=128)] = ()
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; n: the chosen token's and the n best
+
+    @property
+    def reshapes(self) -> bool:
+        """The logits are changed, token by token, before one is chosen."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
 class TokenLogprob(_Value, frozen=True, kw_only=True):

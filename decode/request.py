@@ -101,6 +101,7 @@ class DecodeRequest:
     state: State
     stop_ids: frozenset[int]
     limit: int  # most outputs: by request, or until the context is full
+    reshapes: bool = False  # `sampling.reshapes`, asked in every step
     priority: int = 0
     times: Times = field(default_factory=Times)
     inherited: int = 0
@@ -206,6 +207,7 @@ def new_request(number: int, gateway: Stamp, message: Submit, max_context_len: i
         preferred=message.prefill_worker,
         state=Queued(now),
         stop_ids=frozenset(message.sampling.stop_token_ids),
+        reshapes=message.sampling.reshapes,
         priority=message.priority,
         limit=min(message.sampling.max_tokens, max_context_len - len(prompt)),
         inherited=len(outputs),

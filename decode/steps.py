@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from baton.common.engine.batch import I32, Batch, BatchRow, pack_batch
+from baton.common.engine.batch import I32, Batch, BatchRow, History, pack_batch
 from baton.common.engine.chunks import chunk_row
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
 from baton.common.engine.policy import chunk_end
@@ -91,6 +91,7 @@ class Steps:
             swa_page_ids=self._swa_pages(rows, lengths),
             state_slots=np.array([one.record.state_slot for one in rows], dtype=np.int32) if has_states else None,
             state_copies=self._pool.take_state_copies(one.record for one in rows) if has_states else None,
+            histories={one.number: History(one.prompt, _as_array(one.outputs)) for one in rows if one.reshapes},
         )
         return pack_decode_rows(packed, self._pool.page_size)
 
@@ -118,3 +119,7 @@ class Steps:
             self._chunks.append((request, end))
         copies = self._pool.take_state_copies(request.record for request, _ in self._chunks)
         return pack_batch(rows, self._pool.page_size, copies) if rows else None
+
+
+def _as_array(outputs: list[int]) -> I32:
+    return np.array(outputs, dtype=np.int32)

@@ -1,6 +1,6 @@
 """From a parsed request to an answer in OpenAI's shapes, whole or streamed.
 
-Owns: the way of one HTTP request through the gateway: check the model, tokenize, one request per prompt, and the
+Owns: the way of one HTTP request through the gateway: check the model, tokenize, one request per choice, and the
 assembly of choices, logprobs, usage and the `baton` extension. Never: HTTP headers or status codes (`http_app.py`).
 """
 
@@ -13,13 +13,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
-from baton.deploy.openai_api import ChatRequest, CompletionRequest, refusal, sampling_for, shorten
+from baton.deploy.json_bodies import refusal, shorten
+from baton.deploy.openai_api import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_for
 from baton.deploy.openai_replies import (
     SSE_DONE,
     AnswerMessage,
@@ -45,7 +47,9 @@ TOKENIZE_ASIDE_CHARS = 4096  # longer texts are tokenized on another thread: the
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Choice:
+    """One answer to one prompt."""
+
     request_id: RequestId
     tokens: list[int]
     sampling: SamplingParams
@@ -60,7 +64,8 @@ class Answering:
     request_id: str
     owner: str
     timeout_s: float
-    prompts: tuple[_Prompt, ...]
+    choices: tuple[_Choice, ...]  # of the first prompt, then of the second, ...; `per_prompt` of each
+    per_prompt: int
     created: int
 
     @property
@@ -68,11 +73,11 @@ class Answering:
         return isinstance(self.request, ChatRequest)
 
     def events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
-        prompt = self.prompts[index]
+        choice = self.choices[index]
         return self.gateway.answer(
-            prompt.request_id,
-            prompt.tokens,
-            prompt.sampling,
+            choice.request_id,
+            choice.tokens,
+            choice.sampling,
             self.request.stops,
             self.timeout_s,
             session_id=SessionId(self.request.session_id or NO_SESSION),
@@ -90,10 +95,14 @@ async def prepare(
         wanted = shorten(repr(request.model))
         raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"model {wanted} is not served here; {model.name!r} is", "model")
     token_lists = await _tokenize(model.tokenizer, request)
-    if request.session_id is not None and len(token_lists) > 1:
-        raise refusal("session_id", f"a turn has one prompt, not {len(token_lists)}")
-    prompts = []
-    for index, tokens in enumerate(token_lists):
+    per_prompt = request.n or 1
+    count = len(token_lists) * per_prompt
+    if request.session_id is not None and count > 1:
+        raise refusal("session_id", f"a turn has one prompt and one answer, not {count}")
+    if count > MAX_CHOICES:
+        raise refusal("n", f"{len(token_lists)} prompts, each {per_prompt} times, are more than {MAX_CHOICES} choices")
+    choices: list[_Choice] = []
+    for tokens in token_lists:
         strange = next(((at, token) for at, token in enumerate(tokens) if token >= model.vocab_size), None)
         if strange is not None:
             where = f"token {strange[0]} is {strange[1]}"
@@ -102,13 +111,16 @@ async def prepare(
             request,
             prompt_tokens=len(tokens),
             max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             drawn_seed=secrets.randbits(63),
         )
-        own_id = request_id if len(token_lists) == 1 else f"{request_id}-{index}"
-        prompts.append(_Prompt(RequestId(own_id), tokens, sampling))
+        for turn in range(per_prompt):
+            own_id = request_id if count == 1 else f"{request_id}-{len(choices)}"
+            own = msgspec.structs.replace(sampling, seed=(sampling.seed + turn) % (1 << 63))  # as in vLLM
+            choices.append(_Choice(RequestId(own_id), tokens, own))
     timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
-    return Answering(gateway, request, request_id, owner, timeout_s, tuple(prompts), int(time.time()))
+    return Answering(gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, int(time.time()))
 
 
 async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
@@ -139,8 +151,8 @@ class _Whole:
 
 
 async def answer_json(answering: Answering) -> tuple[Completion, str]:
-    """(the response, its Server-Timing header). The first prompt that fails fails the request and ends the others."""
-    tasks = [asyncio.create_task(_collect(answering, index)) for index in range(len(answering.prompts))]
+    """(the response, its Server-Timing header). The first choice that fails fails the request and ends the others."""
+    tasks = [asyncio.create_task(_collect(answering, index)) for index in range(len(answering.choices))]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
@@ -154,7 +166,7 @@ async def answer_json(answering: Answering) -> tuple[Completion, str]:
         created=answering.created,
         model=answering.gateway.model.name,
         choices=_choices(answering, answers),
-        usage=_usage([whole.end for whole in answers]),
+        usage=_usage(answering, {index: whole.end for index, whole in enumerate(answers)}),
         baton=extensions[0] if len(extensions) == 1 else extensions,
     )
     return reply, server_timing(max(extensions, key=lambda extension: extension.total_s))
@@ -200,17 +212,17 @@ def _choices(answering: Answering, answers: list[_Whole]) -> list[ChatChoice] | 
 
 async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
     """Server-sent events. Raises RequestError before the first one; afterwards a failure is an event."""
-    ends: list[AnswerEnd] = []
-    offsets = [0] * len(answering.prompts)  # characters of each answer so far
-    begun = False
+    ends: dict[int, AnswerEnd] = {}
+    offsets = [0] * len(answering.choices)  # characters of each answer so far
+    begun: set[int] = set()
     try:
         async with aclosing(_merged(answering)) as events:
             async for index, event in events:
-                if not begun and answering.is_chat:
-                    yield _chunk(answering, [ChatChunkChoice(index=0, delta=Delta(role="assistant", content=""))])
-                begun = True
+                if index not in begun and answering.is_chat:
+                    yield _chunk(answering, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+                begun.add(index)
                 if isinstance(event, AnswerEnd):
-                    ends.append(event)
+                    ends[index] = event
                     yield _last_chunk(answering, index, event)
                 elif event.text or event.logprobs:
                     yield _delta_chunk(answering, index, event, offsets[index])
@@ -222,19 +234,19 @@ async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
         yield SSE_DONE
         return
     if answering.request.include_usage:
-        yield _chunk(answering, [], _usage(ends))
+        yield _chunk(answering, [], _usage(answering, ends))
     yield SSE_DONE
 
 
 async def _merged(answering: Answering) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
-    """The events of all prompts, as they come. Raises the first RequestError of any; closing it ends all."""
-    if len(answering.prompts) == 1:
+    """The events of all choices, as they come. Raises the first RequestError of any; closing it ends all."""
+    if len(answering.choices) == 1:
         async with aclosing(answering.events(0)) as events:
             async for event in events:
                 yield 0, event
         return
     merged: asyncio.Queue[tuple[int, AnswerEvent | RequestError]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(answering, index, merged)) for index in range(len(answering.prompts))]
+    tasks = [asyncio.create_task(_pump(answering, index, merged)) for index in range(len(answering.choices))]
     try:
         left = len(tasks)
         while left:
@@ -305,17 +317,19 @@ def _answer_id(answering: Answering) -> str:
     return f"{'chatcmpl' if answering.is_chat else 'cmpl'}-{answering.request_id}"
 
 
-def _usage(ends: list[AnswerEnd]) -> Usage:
+def _usage(answering: Answering, ends: dict[int, AnswerEnd]) -> Usage:
+    """Each prompt counts once, as its first choice found it; the others may have found what that one computed."""
+    firsts = [ends[index] for index in range(0, len(ends), answering.per_prompt)]
     return usage_of(
-        sum(end.prompt_tokens for end in ends),
-        sum(end.completion_tokens for end in ends),
-        [end.timeline for end in ends],
+        sum(first.prompt_tokens for first in firsts),
+        sum(end.completion_tokens for end in ends.values()),
+        [first.timeline for first in firsts],
     )
 
 
 def _extension(answering: Answering, index: int, end: AnswerEnd) -> BatonExtension:
     return BatonExtension(
-        request_id=answering.prompts[index].request_id,
+        request_id=answering.choices[index].request_id,
         ttft_s=end.ttft_s,
         total_s=end.total_s,
         placements=end.placements,

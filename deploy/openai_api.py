@@ -3,29 +3,29 @@
 Owns: the request shapes, and the refusal of what cannot be done: a parameter is used or refused, never ignored.
 Never: tokenizes, waits, or knows the cluster.
 
-Extensions to the OpenAI shapes: `top_k`, `stop_token_ids`, `ignore_eos`, `timeout_s`, `session_id`,
-`priority` (smaller is sooner, as in vLLM).
+Extensions to the OpenAI shapes: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `timeout_s`,
+`session_id`, `priority` (smaller is sooner, as in vLLM).
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.messages import Priority, SamplingParams
+from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Priority, SamplingParams
+from baton.deploy.json_bodies import convert, decode_object, refusal, unknown_parameter
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
 MAX_STOP_STRINGS = 16
-MAX_PROMPTS = 128
-MAX_SHOWN_CHARS = 100
-"""Of what a client sent, in a message about it. The body may be megabytes."""
+MAX_CHOICES = 128
+"""In one answer: prompts times `n`."""
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +40,12 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
@@ -118,8 +124,8 @@ class CompletionRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw
         if len(ids) == len(self.prompt):
             return [ids]
         if len(texts) == len(self.prompt) or len(lists) == len(self.prompt):
-            if len(self.prompt) > MAX_PROMPTS:
-                raise refusal("prompt", f"at most {MAX_PROMPTS} prompts in one request, got {len(self.prompt)}")
+            if len(self.prompt) > MAX_CHOICES:
+                raise refusal("prompt", f"at most {MAX_CHOICES} prompts in one request, got {len(self.prompt)}")
             return [*texts, *lists]
         raise refusal("prompt", "a list holds texts, or token ids, or lists of token ids: not a mixture")
 
@@ -128,13 +134,9 @@ RequestT = TypeVar("RequestT", bound=ChatRequest | CompletionRequest)
 
 # Parameters of the OpenAI API that Baton does not have, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -152,36 +154,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prompt_cache_key": (),
     "safety_identifier": (),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
     "min_tokens": (0,),
 }
-_WHY = {"n": "one answer per prompt: send the request several times for more"}
-
-
-def refusal(field: str, reason: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {reason}", field)
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
+    fields = decode_object(body)
     known = set(kind.__struct_fields__)
     for name in [name for name in fields if name not in known]:
         _refuse_unless_neutral(name, fields.pop(name), known)
-    try:
-        request = msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise _explain(error, fields) from error
+    request = convert(fields, kind)
+    if request.stream_options is not None and not request.stream:
+        raise refusal("stream_options", "needs stream: true")
     if isinstance(request, ChatRequest):
         _check_chat(request)
     return request
@@ -189,25 +174,11 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
 
 def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
     if name not in _NEUTRAL:
-        shown = shorten(name)  # comparing takes seconds for a name of megabytes, on the loop that serves everybody
-        near = difflib.get_close_matches(shown, known, n=1)
-        raise refusal(shown, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
-    # 1 == True in Python, but {"n": true} asks for something else than {"n": 1}.
+        raise unknown_parameter(name, known)
+    # 1 == True in Python, but {"best_of": true} asks for something else than {"best_of": 1}.
     neutral = any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in _NEUTRAL[name])
     if value is not None and not neutral:
-        raise refusal(name, f"not supported by Baton ({_WHY.get(name, 'leave it out')})")
-
-
-def _explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> RequestError:
-    reason, _, path = str(error).partition(" - at `$")
-    if reason.startswith("Object missing required field"):
-        missing = reason.split("`")[1]
-        where = f"{path.strip('.`')}.{missing}" if path else missing
-        return refusal(where, "required")
-    field = path.strip(".`")
-    got = fields.get(field.split(".")[0].split("[")[0])
-    shown = f", got {shorten(repr(got))}" if isinstance(got, str | int | float) and field in fields else ""
-    return refusal(field, reason[:1].lower() + reason[1:] + shown)
+        raise refusal(name, "not supported by Baton (leave it out)")
 
 
 def _check_chat(request: ChatRequest) -> None:
@@ -222,6 +193,7 @@ def sampling_for(
     *,
     prompt_tokens: int,
     max_model_len: int,
+    vocab_size: int,
     eos_token_ids: tuple[int, ...],
     drawn_seed: int,
 ) -> SamplingParams:
@@ -252,8 +224,21 @@ def sampling_for(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=request.top_k or 0,
         top_p=1.0 if request.top_p is None else request.top_p,
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        logit_bias=_biases(request, vocab_size),
         seed=seed & ((1 << 63) - 1),
         max_tokens=room if wanted is None else wanted,
         stop_token_ids=stop_ids,
         logprobs=request.wanted_logprobs,
     )
+
+
+def _biases(request: ChatRequest | CompletionRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases = tuple((request.logit_bias or {}).items())
+    strange = next((token for token, _ in biases if token >= vocab_size), None)
+    if strange is not None:
+        raise refusal("logit_bias", f"token {strange} is not in the vocabulary of {vocab_size} tokens")
+    return biases

@@ -32,6 +32,15 @@ HTTP_STATUS: dict[ErrorCode, int] = {
 }
 
 
+PARAM: dict[ErrorCode, str] = {
+    ErrorCode.MODEL_NOT_FOUND: "model",
+    ErrorCode.SESSION_NOT_FOUND: "session_id",
+    ErrorCode.SESSION_BUSY: "session_id",
+    ErrorCode.SESSION_LOST: "session_id",
+}
+"""The field that an error is about, whoever finds it."""
+
+
 class _Reply(Struct, frozen=True, kw_only=True):
     pass
 
@@ -184,7 +193,10 @@ def http_error(error: RequestError) -> HttpError:
         429: "overloaded_error",
     }
     detail = ErrorDetail(
-        message=error.message, type=kind.get(status, "server_error"), param=error.field, code=str(error.code)
+        message=error.message,
+        type=kind.get(status, "server_error"),
+        param=error.field or PARAM.get(error.code),
+        code=str(error.code),
     )
     headers = {}
     if error.retry_after_s is not None:

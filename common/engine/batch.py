@@ -12,7 +12,7 @@ slide. A model without attention has none: its rows hold no pages and its write 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,18 @@ from baton.common.units import pages_for_tokens
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens before the one that is to be chosen: what penalties look at. Derived from the request, never shipped;
+    counted anew in each step, which is little beside the attention to the same tokens."""
+
+    prompt: I32
+    outputs: I32
+
+
+NO_TOKENS: I32 = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,7 @@ class BatchRow:
         None  # as `pages`, of the sliding window; only for models that have it beside full attention
     )
     state_slot: int = 0  # of the recurrent state; 0 for models without one
+    history: History | None = None  # where `sampling.reshapes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,7 @@ class Batch:
     state_slots: I32 | None = None  # [B] where the model has recurrent layers: read and written by the step
     state_copies: I32 | None = None  # [n, 2] (from, to) slots, copied in this order before the step; from 0: zeroed
     report_after: tuple[int, ...] = ()  # ascending; layers of the main component, see `ModelRunner.launch`
+    histories: Mapping[int, History] = field(default_factory=dict)  # by key, of rows whose `sampling.reshapes`
 
     @property
     def main(self) -> PageTable:
@@ -120,6 +134,7 @@ def pack_batch(
         state_slots=state_slots if state_slots.any() else None,
         state_copies=state_copies,
         report_after=report_after,
+        histories={row.key: row.history for row in rows if row.history is not None},
     )
 
 

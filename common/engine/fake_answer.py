@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.engine.batch import History
 from baton.common.engine.fake_model import (
     FAKE_VOCAB_SIZE,
     FULL_SALT,
@@ -71,11 +72,13 @@ def _generate(
 ) -> FakeAnswer:
     model = FakeModel(len(prompt) + n + 1, vocab_size)
     kept = _Kept(model, layout, np.asarray(prompt, dtype=np.int64), len(prompt) + n)
+    given = np.asarray(prompt, dtype=np.int32)
     tokens: list[int] = []
     logprobs: list[TokenLogprob | None] = []
     for index in range(n):
         digest = kept.digest()
-        token = model.token(digest, sampling, index)
+        history = History(given, np.array(tokens, dtype=np.int32)) if sampling.reshapes else None
+        token = model.token(digest, sampling, index, history)
         tokens.append(token)
         logprobs.append(model.logprob(digest, token, sampling))
         if token in stop:

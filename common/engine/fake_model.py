@@ -7,7 +7,7 @@ Everything is a 64-bit hash, all arithmetic modulo 2^64; `g` scrambles a token, 
   absent);
 - a recurrent state is s = A s + g(token, i), from 0 on.
 The digest of a sequence adds up every h, the v of the last W positions, and s; the next token is a hash of it. A
-sampled token also depends on (seed, output index), as with a real sampler.
+sampled token also depends on (seed, output index), and one with penalties on the tokens so far, as with a real sampler.
 Never: memory, or where a hash lies in it.
 """
 
@@ -18,6 +18,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.engine.batch import History
 from baton.common.messages import SamplingParams, TokenLogprob
 
 U64 = npt.NDArray[np.uint64]
@@ -141,9 +142,13 @@ class FakeModel:
         weights: U64 = self._weight[positions]
         return weights
 
-    def token(self, digest: int, sampling: SamplingParams, output_index: int) -> int:
-        """The next token, from the digest of all that is kept of the tokens before it."""
+    def token(self, digest: int, sampling: SamplingParams, output_index: int, history: History | None = None) -> int:
+        """The next token, from the digest of all that is kept of the tokens before it. `history` where
+        `sampling.reshapes`: which tokens were in the prompt and in the output then counts once more."""
         salt = mix_int(sampling.seed * A + output_index + 1) if sampling.temperature > 0 else 0
+        if sampling.reshapes:
+            assert history is not None, "a penalty without the tokens that it is for"
+            salt ^= mix_int(_counted(history.prompt, START) * A + _counted(history.outputs, SWA_SALT))
         return mix_int(digest ^ salt) % self.vocab_size
 
     def logprob(self, digest: int, token: int, sampling: SamplingParams) -> TokenLogprob | None:
@@ -153,6 +158,11 @@ class FakeModel:
         own = -((digest >> 44) & 0xFFFFF) / float(1 << 18)
         top = tuple(((token + rank) % self.vocab_size, own - rank) for rank in range(sampling.logprobs))
         return TokenLogprob(logprob=own, top=top)
+
+
+def _counted(tokens: npt.NDArray[np.int32], salt: int) -> int:
+    """How often each token occurs, in whatever order."""
+    return int(mix(tokens.astype(np.uint64) ^ np.uint64(salt)).sum(dtype=np.uint64))
 
 
 def join_digests(first: int, second: int) -> int:

@@ -250,7 +250,8 @@ class FakeRunner:
             for row, digest in zip(wanted.tolist(), digests, strict=True):
                 sampling = batch.sampling[row]
                 assert sampling is not None
-                tokens[row] = self._model.token(digest, sampling, batch.output_indices[row])
+                history = batch.histories.get(batch.keys[row])
+                tokens[row] = self._model.token(digest, sampling, batch.output_indices[row], history)
                 logprobs[row] = self._model.logprob(digest, tokens[row], sampling)
         return tuple(tokens), tuple(logprobs)
 

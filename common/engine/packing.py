@@ -6,11 +6,12 @@ object per row, the joining of both kinds, and the taking apart of a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.common.engine.batch import I32, I64, Batch, PageTable
+from baton.common.engine.batch import I32, I64, Batch, History, PageTable
 from baton.common.messages import SamplingParams
 
 
@@ -27,6 +28,7 @@ class DecodeRows:
     swa_page_ids: I32 | None = None  # as page_ids; 0 where a page is dead
     state_slots: I32 | None = None  # [B]
     state_copies: I32 | None = None  # [n, 2]
+    histories: Mapping[int, History] = field(default_factory=dict)
 
 
 def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:
@@ -58,6 +60,7 @@ def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:
         swa=swa,
         state_slots=rows.state_slots,
         state_copies=rows.state_copies,
+        histories=rows.histories,
     )
 
 
@@ -96,6 +99,7 @@ def join_batches(first: Batch, second: Batch) -> Batch:
         swa=swa,
         state_slots=_join(first.state_slots, second.state_slots),
         state_copies=_join(first.state_copies, second.state_copies),
+        histories={**first.histories, **second.histories},
     )
 
 
@@ -130,6 +134,7 @@ def take_rows(batch: Batch, rows: I64) -> Batch:
         page_size=batch.page_size,
         swa=swa,
         state_slots=None if batch.state_slots is None else batch.state_slots[rows],
+        histories=batch.histories,
     )
 
 

@@ -1,22 +1,28 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, and log probabilities. Pure functions of their arguments.
+"""From logits to tokens: biases and penalties, greedy, temperature, min-p, top-k, top-p, and log probabilities. Pure
+functions of their arguments, applied in this order, which is vLLM's.
 
-Randomness is counter-based: output number `i` of a request with seed `s` uses `u = uniform(s, i)` and nothing else, so
-a request moves to another worker without any generator state. The token is the inverse of the cumulative distribution
-at `u`, in token order. What is kept by top-k and top-p is defined by values alone (every token at least as likely as
-the last one kept stays), so ties do not depend on a sort. A row's token depends on no other row.
+Randomness is counter-based: output number `i` of a request with seed `s` uses `u = uniform(s, i)` and nothing else, and
+penalties count the tokens so far, so a request moves to another worker without any sampler state. The token is the
+inverse of the cumulative distribution at `u`, in token order. What is kept by top-k and top-p is defined by values
+alone (every token at least as likely as the last one kept stays), so ties do not depend on a sort. A row's token
+depends on no other row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from baton.common.engine.batch import History
 from baton.common.messages import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _TOP_P_FIRST_LOOK = 256  # candidates sorted before the whole row has to be
+_NO_HISTORIES: Mapping[int, History] = {}
 _BLOCK = 256  # the cumulative sum is searched by blocks of this many tokens
 
 
@@ -33,18 +39,47 @@ def _mix(value: int) -> int:
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    histories: Mapping[int, History] = _NO_HISTORIES,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
-    """One token per row of `logits` [rows, vocabulary], and its log probability where `params.logprobs >= 0`."""
+    """One token per row of `logits` [rows, vocabulary], and its log probability where `params.logprobs >= 0`: that of
+    the model, before any of the parameters. `histories` has the rows whose `params.reshapes`."""
     assert logits.shape[0] == len(params) == len(output_indices), (logits.shape, len(params), len(output_indices))
-    logits = logits.float()
+    unmodified = logits = logits.float()
+    if histories:
+        logits = unmodified.clone()
+        for row, history in histories.items():
+            _reshape(logits[row].numpy(), params[row], history)
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # numpy's is ten times as fast
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows:
         tokens[random_rows] = _sample_random(
             logits[random_rows], [params[row] for row in random_rows], [output_indices[row] for row in random_rows]
         )
-    return tokens.tolist(), _logprobs(logits, tokens, params)
+    return tokens.tolist(), _logprobs(unmodified, tokens, params)
+
+
+def _reshape(logits: npt.NDArray[np.float32], params: SamplingParams, history: History) -> None:
+    """Changes one row [vocabulary]. The formulas are those that vLLM documents: a positive logit of a token that was
+    seen is divided by the repetition penalty, another one multiplied; the OpenAI penalties are subtracted, for every
+    time and once."""
+    if params.logit_bias:
+        biased, biases = zip(*params.logit_bias, strict=True)
+        logits[list(biased)] += np.array(biases, dtype=np.float32)
+    outputs = np.bincount(history.outputs)
+    if params.repetition_penalty != 1:
+        seen = np.bincount(history.prompt, minlength=len(outputs))
+        seen[: len(outputs)] += outputs
+        tokens = seen.nonzero()[0]
+        found, penalty = logits[tokens], np.float32(params.repetition_penalty)
+        logits[tokens] = np.where(found > 0, found / penalty, found * penalty)
+    tokens = outputs.nonzero()[0]
+    if params.frequency_penalty:
+        logits[tokens] -= np.float32(params.frequency_penalty) * outputs[tokens].astype(np.float32)
+    if params.presence_penalty:
+        logits[tokens] -= np.float32(params.presence_penalty)
 
 
 def _sample_random(logits: torch.Tensor, params: list[SamplingParams], indices: list[int]) -> torch.Tensor:
@@ -52,6 +87,8 @@ def _sample_random(logits: torch.Tensor, params: list[SamplingParams], indices: 
     shifted = logits - logits.amax(dim=-1, keepdim=True)  # before dividing: a tiny temperature must not make inf - inf
     weights = torch.exp(shifted / temperatures[:, None])
     for row, p in enumerate(params):
+        if p.min_p > 0:  # the likeliest token weighs 1
+            weights[row].masked_fill_(weights[row] < p.min_p, 0)
         cut = _cutoff(weights[row], p)
         if cut > 0:
             weights[row].masked_fill_(weights[row] < cut, 0)

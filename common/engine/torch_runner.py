@@ -24,6 +24,7 @@ from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import (
     Batch,
     BatchRow,
+    History,
     KvBuffer,
     KvMemory,
     OnLayers,
@@ -209,7 +210,7 @@ class TorchRunner:
             params = [_wanted(batch.sampling[row]) for row in ticket.sampled_rows]
             indices = [batch.output_indices[row] for row in ticket.sampled_rows]
             with torch.inference_mode():
-                chosen, scores = sample(ticket.logits, params, indices)
+                chosen, scores = sample(ticket.logits, params, indices, _histories(batch, ticket.sampled_rows))
             for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started
@@ -322,6 +323,14 @@ class TorchRunner:
 def _wanted(params: SamplingParams | None) -> SamplingParams:
     assert params is not None
     return params
+
+
+def _histories(batch: Batch, rows: tuple[int, ...]) -> dict[int, History]:
+    """By place among `rows`."""
+    if not batch.histories:
+        return {}
+    keys = [batch.keys[row] for row in rows]
+    return {place: batch.histories[key] for place, key in enumerate(keys) if key in batch.histories}
 
 
 def _register_attention() -> None:

@@ -63,9 +63,11 @@ def random_request(number: int, rng: Random, settings: WorldSettings, families: 
 
 
 def random_sampling(rng: Random, settings: WorldSettings) -> SamplingParams:
+    temperature, seed = 0.0 if rng.random() < 0.6 else 0.8, rng.randrange(1 << 30)
     return SamplingParams(
-        temperature=0.0 if rng.random() < 0.6 else 0.8,
-        seed=rng.randrange(1 << 30),
+        temperature=temperature,
+        presence_penalty=1.0 if seed % 4 == 0 else 0.0,
+        seed=seed,
         max_tokens=rng.randint(1, settings.max_tokens),
         stop_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 0, 20)))),
         logprobs=rng.choice((-1, -1, 0, 2)),

@@ -44,7 +44,9 @@ def complete(served: Served, **fields: Any) -> httpx.Response:
         ({"prompt": ["x", ""]}, "prompt", "empty"),
         ({"prompt": [100_000]}, "prompt", "vocabulary"),
         ({"temperature": -0.1}, "temperature", "got -0.1"),
-        ({"n": 3}, "n", "one answer per prompt"),
+        ({"prompt": ["x", "y"], "n": 65}, "n", "more than 128 choices"),
+        ({"logit_bias": {"258": 1}}, "logit_bias", "vocabulary of 258"),
+        ({"best_of": 3}, "best_of", "not supported"),
         ({"tools": [{}]}, "tools", "not supported"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
         ({"max_tokens": 300}, "max_tokens", f"limit of {MAX_MODEL_LEN} tokens"),
@@ -69,9 +71,11 @@ def test_sessions_are_their_owners(served: Served) -> None:
         served.http.post("/v1/completions", json={**turn, "session_id": "sess-none"}, headers=mine),
         served.http.delete(f"/v1/sessions/{session}", headers=theirs),
     ):
-        assert error_of(asked, 404)["code"] == "session_not_found"
-    several = served.http.post("/v1/completions", json={**turn, "prompt": ["x", "y"]}, headers=mine)
-    assert error_of(several, 400)["param"] == "session_id"
+        error = error_of(asked, 404)
+        assert (error["code"], error["param"]) == ("session_not_found", "session_id")
+    for several in ({"prompt": ["x", "y"]}, {"n": 2}):
+        answer = served.http.post("/v1/completions", json={**turn, **several}, headers=mine)
+        assert error_of(answer, 400)["param"] == "session_id"
     assert served.http.delete(f"/v1/sessions/{session}", headers=mine).status_code == 204
     error_of(served.http.delete(f"/v1/sessions/{session}", headers=mine), 404)
 

@@ -89,6 +89,54 @@ def test_a_list_of_prompts_gives_a_choice_each(client: openai.OpenAI, served: Se
     assert texts == ["Hell"] * 3
 
 
+def test_several_choices_of_a_prompt(client: openai.OpenAI, served: Served) -> None:
+    """Each with a seed of its own, streamed under its index; the prompt counts once."""
+    served.worker.submits.clear()
+    options: Any = {"model": "fake", "messages": CHAT, "n": 3, "seed": 40, "max_tokens": 4}
+    answer = client.chat.completions.create(**options)
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [(n, "Hell") for n in range(3)]
+    assert sorted(submit.sampling.seed for submit in served.worker.submits) == [40, 41, 42]
+    prompt_tokens = len(served.worker.submits[0].prompt) // 4
+    roles, texts, ended = [""] * 3, [""] * 3, 0
+    *chunks, last = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        roles[choice.index] += choice.delta.role or ""
+        texts[choice.index] += choice.delta.content or ""
+        ended += choice.finish_reason == "length"
+    assert (roles, texts, ended) == (["assistant"] * 3, ["Hell"] * 3, 3)
+    for usage in (answer.usage, last.usage):
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (prompt_tokens, 12)
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_several_choices_of_several_prompts(client: openai.OpenAI, served: Served) -> None:
+    served.worker.submits.clear()
+    answer = client.completions.create(model="fake", prompt=["a", "bc"], n=2, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    prompts = {submit.request_id[-2:]: len(submit.prompt) // 4 for submit in served.worker.submits}
+    assert prompts == {"-0": 1, "-1": 1, "-2": 2, "-3": 2}
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 16)
+
+
+def test_the_openai_package_can_bias_and_penalize(client: openai.OpenAI, served: Served) -> None:
+    client.chat.completions.create(
+        model="fake",
+        messages=CHAT,
+        logit_bias={"72": -100},
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        extra_body={"min_p": 0.2, "repetition_penalty": 1.1},
+    )
+    sampling = served.worker.submits[-1].sampling
+    assert sampling.logit_bias == ((72, -100.0),)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.2, 1.1)
+
+
 def test_completions_default_to_sixteen_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt=[104, 105])
     assert answer.choices[0].finish_reason == "length"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from core_rig import EVERYONE
 from pd_rig import CHUNK, Case, Model, Pair, Tokens, Write, all_cases, joined, ordinary_cases, prompt_of
@@ -19,6 +20,7 @@ from baton.common.engine.batch import Batch
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ErrorCode
 from baton.common.kv.layout import Component
+from baton.common.messages import SamplingParams
 from baton.transfer.api import ShipRegion
 
 ORDINARY = ordinary_cases()
@@ -117,6 +119,36 @@ def test_a_conversation_comes_back(case: Case, model_of: Callable[[str], Model])
         assert mode == "off" or computed[mode] == missing
         pair.end()
     assert computed["on"] < computed["off"]
+
+
+def test_penalties_survive_hand_off_and_migration(model_of: Callable[[str], Model]) -> None:
+    """They are counted anew from the tokens, on whichever worker: the prefill worker, which samples the first token,
+    the decode worker, and one that goes on after so many tokens."""
+    case, prompt = Case("radix", "qwen3", 4), prompt_of(21, 70)
+    plain = SamplingParams(temperature=0.9, seed=5, max_tokens=24)
+    sampling = msgspec.structs.replace(
+        plain,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+        logit_bias=((int(prompt[0]), 4.0), (int(prompt[-1]), 3.0)),
+    )
+
+    def said(sampling: SamplingParams, before: list[int]) -> list[int]:
+        pair = Pair(case, model_of(case.family))
+        pair.rig.gateway.tokens["r"] = list(before)
+        pair.rig.submit("r", prompt, sampling, before, placement=len(before))
+        pair.settle()
+        assert pair.hand_offs("r")
+        assert len(pair.said("r")) == 24
+        pair.end()
+        return pair.said("r")
+
+    whole = said(sampling, [])
+    assert whole != said(plain, [])
+    for moved_after in (1, 9, 23):
+        assert said(sampling, whole[:moved_after]) == whole
 
 
 def all_traffic(pair: Pair) -> None:

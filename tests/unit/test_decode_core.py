@@ -137,8 +137,9 @@ def test_the_priority_of_a_request_is_that_of_its_hand_off() -> None:
     assert opened.priority == -3
 
 
-def test_a_migrated_request_continues_where_it_was() -> None:
-    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_migrated_request_continues_where_it_was(penalty: float) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=7, frequency_penalty=penalty)
     expected = fake_generate(prompt_of(15), sampling, 12)
     rig = Rig()
     rig.gateway.tokens["r"] = expected[:5]
@@ -276,9 +277,10 @@ def test_lost_prefill_worker_keeps_what_landed_and_asks_another() -> None:
     assert timeline.lane == ("inproc" if landed else "")
 
 
-def test_retraction_under_pressure_loses_nothing() -> None:
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_retraction_under_pressure_loses_nothing(penalty: float) -> None:
     rig = Rig(decode_engine(pages=24, num_reserved_decode_tokens=0))
-    sampling = SamplingParams(max_tokens=40)
+    sampling = SamplingParams(max_tokens=40, presence_penalty=penalty)
     for index in range(4):
         rig.submit(f"r{index}", prompt_of(14, index), sampling)
     rig.settle()

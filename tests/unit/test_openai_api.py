@@ -34,7 +34,12 @@ def refused(make: Any, **fields: Any) -> RequestError:
 
 def sampling(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, limit: int = 100) -> SamplingParams:
     return sampling_for(
-        request, prompt_tokens=prompt_tokens, max_model_len=limit, eos_token_ids=(2, 3), drawn_seed=12345
+        request,
+        prompt_tokens=prompt_tokens,
+        max_model_len=limit,
+        vocab_size=50,
+        eos_token_ids=(2, 3),
+        drawn_seed=12345,
     )
 
 
@@ -58,11 +63,35 @@ def test_every_sampling_parameter_arrives() -> None:
             max_tokens=20,
             logprobs=3,
             stop_token_ids=[9, 2],
+            min_p=0.1,
+            repetition_penalty=1.1,
+            frequency_penalty=-0.5,
+            presence_penalty=0.25,
+            logit_bias={"7": -100, "49": 1.5},
         )
     )
     assert params == SamplingParams(
-        temperature=0.5, top_p=0.9, top_k=40, seed=7, max_tokens=20, logprobs=3, stop_token_ids=(9, 2, 3)
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        seed=7,
+        max_tokens=20,
+        logprobs=3,
+        stop_token_ids=(9, 2, 3),
+        min_p=0.1,
+        repetition_penalty=1.1,
+        frequency_penalty=-0.5,
+        presence_penalty=0.25,
+        logit_bias=((7, -100.0), (49, 1.5)),
     )
+    assert params.reshapes
+    assert not sampling(completion(min_p=0.1, repetition_penalty=1, presence_penalty=0, logit_bias={})).reshapes
+
+
+def test_a_bias_for_a_token_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(RequestError, match="token 50 is not in the vocabulary of 50 tokens") as caught:
+        sampling(chat(logit_bias={"50": 1}))
+    assert caught.value.field == "logit_bias"
 
 
 def test_ignore_eos_leaves_only_the_clients_stop_tokens() -> None:
@@ -120,19 +149,29 @@ def test_chat_messages_as_templates_want_them() -> None:
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"priority": 101}, "priority", "<= 100"),
         ({"priority": 0.5}, "priority", "got 0.5"),
-        ({"n": 2}, "n", "one answer per prompt"),
-        ({"n": True}, "n", "not supported"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"n": True}, "n", "bool"),
+        ({"best_of": 2}, "best_of", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "<= 2.0, got 2.5"),
+        ({"presence_penalty": -3}, "presence_penalty", ">= -2.0, got -3"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
+        ({"min_p": 1.5}, "min_p", "<= 1"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "a key: expected `int` >= 0"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "a key: expected `int`, got `str`"),
+        ({"logit_bias": [5]}, "logit_bias", "object"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "<= 1024"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"xyz": 1}, "xyz", "unknown parameter"),
         ({"stream_options": {"include_usages": True}}, "stream_options", "include_usages"),
         ({"messages": []}, "messages", "length >= 1"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "it is one of 'assistant', "),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "im"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "another value"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.common.engine.batch import NO_TOKENS, History
 from baton.common.engine.sampling import sample, uniform
 from baton.common.messages import SamplingParams
 
@@ -130,3 +132,81 @@ def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
     assert second is not None
     assert second.top == ()
     assert third is None
+
+
+def documented(logits: list[float], p: SamplingParams, prompt: list[int], outputs: list[int]) -> list[float]:
+    """The logits that are chosen from, token by token, as vLLM and OpenAI document it. In float32, as there."""
+    f32 = np.float32
+    changed = [f32(value) for value in logits]
+    for token, bias in p.logit_bias:
+        changed[token] += f32(bias)
+    for token in {*prompt, *outputs}:
+        penalty = f32(p.repetition_penalty)
+        changed[token] = changed[token] / penalty if changed[token] > 0 else changed[token] * penalty
+    for token in set(outputs):
+        changed[token] -= f32(p.frequency_penalty) * f32(outputs.count(token))
+        changed[token] -= f32(p.presence_penalty)
+    return [float(value) for value in changed]
+
+
+def kept_tokens(logits: list[float], p: SamplingParams) -> dict[int, float]:
+    """Token to probability of those that may be drawn: min-p, then top-k, then top-p of what is left."""
+    weights = {token: math.exp((value - max(logits)) / p.temperature) for token, value in enumerate(logits)}
+    kept = {token: weight for token, weight in weights.items() if weight >= p.min_p}
+    if p.top_k:
+        least = sorted(kept.values(), reverse=True)[: p.top_k][-1]
+        kept = {token: weight for token, weight in kept.items() if weight >= least}
+    ranked, wanted = sorted(kept.values(), reverse=True), p.top_p * sum(kept.values())
+    count = next(n for n in range(1, len(ranked) + 1) if sum(ranked[:n]) >= wanted * (1 - 1e-12))
+    kept = {token: weight for token, weight in kept.items() if weight >= ranked[count - 1]}
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+
+
+biases = st.dictionaries(st.integers(0, 39), st.floats(-5, 5, width=32), max_size=4).map(lambda d: tuple(d.items()))
+shaping = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.3]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+    top_k=st.sampled_from([0, 5]),
+    repetition_penalty=st.sampled_from([0.7, 1.0, 1.8]),
+    frequency_penalty=st.sampled_from([-1.5, 0.0, 0.6]),
+    presence_penalty=st.sampled_from([-0.8, 0.0, 2.0]),
+    logit_bias=biases,
+    seed=st.integers(0, 1 << 62),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=shaping,
+    prompt=st.lists(st.integers(0, 39), max_size=12),
+    outputs=st.lists(st.integers(0, 39), max_size=12),
+    noise=st.integers(0, 1 << 30),
+)
+def test_penalties_biases_and_min_p_are_as_documented(
+    params: SamplingParams, prompt: list[int], outputs: list[int], noise: int
+) -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(noise)) * 3
+    index = len(outputs)
+    history = {1: History(np.array(prompt, np.int32), np.array(outputs, np.int32))} if params.reshapes else {}
+    neighbours = [SamplingParams(), params, SamplingParams(temperature=1, min_p=0.3)]
+    (before, token, _), _ = sample(logits.expand(3, -1), neighbours, [0, index, 0], history)
+    changed = documented(logits.tolist(), params, prompt, outputs)
+    assert before == int(logits.argmax())  # the neighbours' rows are their own
+    if params.temperature == 0:
+        assert token == int(np.argmax(changed))
+        return
+    kept = kept_tokens(changed, params)
+    assert token in kept
+    below = sum(probability for other, probability in kept.items() if other < token)
+    assert below - 1e-5 <= uniform(params.seed, index) <= below + kept[token] + 1e-5
+
+
+def test_penalties_leave_the_reported_log_probabilities_alone() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    params = SamplingParams(presence_penalty=2.0, logprobs=1)
+    (token,), (score,) = sample(logits, [params], [1], {0: History(NO_TOKENS, np.array([2], np.int32))})
+    assert token == 1
+    assert score is not None
+    assert score.top[0][0] == 2
+    assert logits.tolist() == [[1.0, 2.0, 3.0]]

@@ -1,0 +1,95 @@
+"""A JSON body as a typed value, or an error that says which field is wrong and what would be right. Pure.
+
+Owns: the wording of such errors; every one names its field. Never: knows any particular request.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from baton.common.errors import ErrorCode, RequestError
+
+MAX_SHOWN_CHARS = 100
+"""Of what a client sent, in a message about it. The body may be megabytes."""
+
+_WHERE = re.compile(r"(?P<reason>.*) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
+
+BodyT = TypeVar("BodyT")
+
+
+def refusal(field: str, reason: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: {reason}", field)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The fields, or RequestError INVALID_REQUEST."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
+    return fields
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+    shown = shorten(name)  # comparing takes seconds for a name of megabytes, on the loop that serves everybody
+    near = difflib.get_close_matches(shown, known, n=1)
+    return refusal(shown, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def convert(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
+    """Typed, or RequestError INVALID_REQUEST that names the field and what is wrong with it."""
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), fields, kind) from error
+
+
+def _explain(error: str, fields: dict[str, Any], kind: type) -> RequestError:
+    found = _WHERE.fullmatch(error)
+    reason, path = (found["reason"], found["path"].strip(".")) if found else (error, "")
+    if reason.startswith("Object missing required field"):
+        missing = reason.split("`")[1]
+        return refusal(f"{path}.{missing}" if path else missing, "required")
+    if reason.startswith("Object contains unknown field") and not path:
+        return unknown_parameter(reason.split("`")[1], getattr(kind, "__struct_fields__", ()))
+    field = path.removesuffix("[...]")  # of an object with keys of the client's choice
+    got = fields.get(field)
+    shown = f", got {shorten(repr(got))}" if isinstance(got, str | int | float) else ""
+    if reason.startswith("Invalid enum value"):
+        right = ", ".join(map(repr, _values_at(inspect.type_info(kind), re.findall(r"\w+|\[", _without_indices(path)))))
+        shown = f"; it is one of {right}"
+    key = "a key: " if found and found["key"] else ""
+    return refusal(field, key + shorten(reason[:1].lower() + reason[1:]) + shown)
+
+
+def _without_indices(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[", path)
+
+
+def _values_at(info: inspect.Type, steps: list[str]) -> tuple[object, ...]:
+    """What the schema wants at the end of the path: names of fields, and "[" into a list."""
+    match info:
+        case inspect.UnionType(types=types):
+            return next((found for one in types if (found := _values_at(one, steps))), ())
+        case inspect.Metadata(type=inner):
+            return _values_at(inner, steps)
+        case inspect.ListType(item_type=item) if steps[:1] == ["["]:
+            return _values_at(item, steps[1:])
+        case inspect.StructType(fields=fields) if steps:
+            return next((_values_at(one.type, steps[1:]) for one in fields if one.encode_name == steps[0]), ())
+        case inspect.LiteralType(values=values) if not steps:
+            return tuple(values)
+        case _:
+            return ()
