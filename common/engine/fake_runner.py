@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +38,24 @@ from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import TokenLogprob
 
-__all__ = ["FAKE_VOCAB_SIZE", "FakeAnswer", "FakeRunner", "StepCost", "fake_answer", "fake_generate", "fake_runner"]
+__all__ = [
+    "FAKE_VOCAB_SIZE",
+    "FakeAnswer",
+    "FakeRunner",
+    "StepCost",
+    "StepTimer",
+    "fake_answer",
+    "fake_generate",
+    "fake_runner",
+]
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+class StepTimer(Protocol):
+    """How long a step takes."""
+
+    def of(self, batch: Batch) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +120,7 @@ class FakeRunner:
         *,
         max_positions: int = 8192,
         vocab_size: int = FAKE_VOCAB_SIZE,
-        cost: StepCost | None = None,
+        cost: StepTimer | None = None,
         compiled: bool = True,
     ) -> None:
         """Not `compiled`, or without a compiler: the same in numpy."""
@@ -300,7 +316,7 @@ def fake_runner(
     *,
     bytes_per_token: int = 16,
     max_positions: int = 8192,
-    cost: StepCost | None = None,
+    cost: StepTimer | None = None,
     layout: KvLayout | None = None,
     state_bytes: int = 64,
     layers: int = 1,

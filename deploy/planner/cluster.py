@@ -138,7 +138,7 @@ class ModelCluster:
         self.arrived_tokens += request.prompt_tokens
         worker = self.decode[self._choose("decode", request)]
         worker.queue.append(Job(request, answer, worker))
-        self._admit(worker)
+        self.at(worker.heard_s(self.now), self._admit, worker)
 
     def _admit(self, worker: DecodeWorker) -> None:
         while (job := worker.admit()) is not None:
@@ -196,7 +196,7 @@ class ModelCluster:
         for job in worker.end_step():
             landed_s = self._ship(job)
             if job.done == job.request.prompt_tokens:
-                job.answer.first_s = self.now + self.cost.lane.latency_s / 2
+                self.at(self.now + self.cost.lane.latency_s / 2, self._first_token, job)
                 self.at(landed_s + self.cost.lane.latency_s / 2, self._landed, job, worker)
         self._prompt(worker)
 
@@ -206,6 +206,10 @@ class ModelCluster:
         tokens, job.shipped = max(0, job.done - job.shipped), max(job.done, job.shipped)
         receiver.lane_free_s = max(receiver.lane_free_s, self.now) + self.cost.transfer_s(tokens)
         return receiver.lane_free_s
+
+    def _first_token(self, job: Job) -> None:
+        """From a prefill worker. The decode worker passes it on between two steps."""
+        job.answer.first_s = job.decode.heard_s(self.now)
 
     def _landed(self, job: Job, source: PrefillWorker) -> None:
         source.release(job)

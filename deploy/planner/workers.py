@@ -224,7 +224,16 @@ class DecodeWorker:
         self._outcome.gaps.add(gap_s)
 
     def cut(self, now: float) -> float:
-        """Somebody waits: the stretch ends with the step that is under way. Returns when."""
+        """Somebody joins: the stretch ends with the step that is under way. Returns when."""
+        self._planned = min(self._planned, self._steps_begun(now))
+        return self._begun_s + self._seconds(self._planned)
+
+    def heard_s(self, now: float) -> float:
+        """When it looks at what comes in now: not before the step that is under way is over."""
+        return self._begun_s + self._seconds(min(self._planned, self._steps_begun(now))) if self.busy else now
+
+    def _steps_begun(self, now: float) -> int:
+        """Of this stretch, the one under way included."""
         passed_s = now - self._begun_s
         a, b = self._first_step_s, self._growth_s
         real = passed_s / a if b <= 0 else (b / 2 - a + math.sqrt((a - b / 2) ** 2 + 2 * b * passed_s)) / b
@@ -233,8 +242,7 @@ class DecodeWorker:
             steps -= 1
         while self._seconds(steps) < passed_s:
             steps += 1
-        self._planned = min(self._planned, steps)
-        return self._begun_s + self._seconds(self._planned)
+        return steps
 
     def _seconds(self, steps: int) -> float:
         return steps * self._first_step_s + self._growth_s * steps * (steps - 1) / 2

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Literal
 
 from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
-from baton.common.engine.fake_runner import StepCost
+from baton.common.engine.fake_runner import StepCost, StepTimer
 from baton.common.kv.layout import Component, KvLayout
 
 
@@ -101,7 +101,7 @@ class WorldSettings:
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
     clock_drift: float = 0.0  # ... and that they gain or lose in a second
     start_s: float = 0.4  # most time from start to Hello of a process
-    step: StepCost = field(default_factory=lambda: StepCost(0.004, 0.0002))
+    step: StepTimer = field(default_factory=lambda: StepCost(0.004, 0.0002))
     prefill_config: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=16))
     decode_config: DecodeConfig = field(
         default_factory=lambda: DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=16, max_queued_requests=64)

@@ -94,15 +94,21 @@ def test_same_input_same_outcome() -> None:
 
 
 def naive(cost: CostModel, requests: list[tuple[float, int]], prompt: int, slow_s: float) -> list[tuple[float, int]]:
-    """(end, stalls) of requests that are runnable at these times: one worker, step by step."""
+    """(end, stalls) of requests that arrive at these times and whose prompts take no time: one decode worker, step by
+    step. It hears of a request between two steps, and of its KV between the next two."""
     waiting = sorted((at, number, outputs) for number, (at, outputs) in enumerate(requests))
+    heard: list[tuple[int, int]] = []
     running: dict[int, list[float]] = {}  # number -> keys, outputs left, last token, stalls
     ends: dict[int, tuple[float, int]] = {}
     now = 0.0
-    while waiting or running:
+    while waiting or heard or running:
+        joining, heard = heard, []
         while waiting and waiting[0][0] <= now:
-            at, number, outputs = waiting.pop(0)
-            running[number] = [prompt + 1, outputs - 1, at, 0]
+            heard.append(waiting.pop(0)[1:])
+        if not running and not joining:
+            joining, heard = heard, []
+        for number, outputs in joining:
+            running[number] = [prompt + 1, outputs - 1, now, 0]
         if not running:
             now = waiting[0][0]
             continue
