@@ -67,7 +67,8 @@ class StepCost:
     per_key_s: float = 0.0
 
     def of(self, batch: Batch) -> float:
-        return self.base_s + self.per_token_s * batch.num_tokens + self.per_key_s * float(batch.kv_lens.sum())
+        keys_s = self.per_key_s * float(batch.kv_lens.sum()) if self.per_key_s else 0.0
+        return self.base_s + self.per_token_s * batch.num_tokens + keys_s
 
 
 @dataclass(frozen=True, slots=True)
