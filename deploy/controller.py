@@ -177,11 +177,14 @@ class ControllerLoop:
                 core.note_incarnation(seat.spec.worker, (first_version - self._plan.launched_at_ms) // 100)
         for process in found:
             core.note_incarnation(process.worker, process.incarnation)
+        # One that has not heard of its own admission yet is a member all the same: others have (C1).
+        published = {(one.stamp.worker, one.stamp.incarnation): one for view in views for one in view.members}
         for process, report in known:
-            if report.member is None:
+            known_as = report.member or published.get((process.worker, process.incarnation))
+            if known_as is None:
                 core.adopt_starting(process.worker, process.incarnation, now)
             else:
-                core.adopt(report.member, now)
+                core.adopt(known_as, now)
         self._core = core
         for process, _ in known:
             self._in_pool(self._rejoin, process.worker, process.incarnation)

@@ -7,7 +7,7 @@ sockets and threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
@@ -250,12 +250,16 @@ class ControllerProcess(SimProcess):
         if effects or not isinstance(frame.body, Heartbeat):  # which makes nothing due earlier
             self._carry_out(effects)
 
-    def rebuild(self, given: Mapping[WorkerId, int], living: Iterable[SimProcess]) -> None:
+    def rebuild(self, given: Mapping[WorkerId, int], living: Sequence[SimProcess]) -> None:
         """After its predecessor's death: who is there stays, and no incarnation is `given` twice."""
         for worker, incarnation in given.items():
             self.core.note_incarnation(worker, incarnation)
+        members = [process for process in living if isinstance(process, MemberProcess)]
+        views = [view for process in members if (view := process.roster.latest) is not None]
+        # One that has not heard of its own admission yet is a member all the same: others have (C1).
+        published = {member.stamp for view in views for member in view.members}
         for process in living:
-            if isinstance(process, MemberProcess) and process.roster.listed:
+            if isinstance(process, MemberProcess) and process.stamp in published:
                 self.core.adopt(process.member, self.now)
             else:
                 self.core.adopt_starting(process.stamp.worker, process.stamp.incarnation, self.now)

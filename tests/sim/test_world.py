@@ -9,7 +9,7 @@ from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.world import run_seed
 
-SEEDS = 300
+SEEDS = 1000
 BATCH = 25
 
 
