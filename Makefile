@@ -40,7 +40,7 @@ sim: $(READY)
 	$(BIN)/python -m baton.deploy.sim --seed $(FIRST) --seeds $(SEEDS)
 	$(BIN)/python -m pytest -m slow tests/sim
 
-# A world of a thousand workers and a million requests, about an hour; TRACE=file is one in Mooncake's format.
+# A world of a thousand workers and a million requests, about an hour; TRACE=file is one that baton plan reads.
 WORKERS ?= 1000
 REQUESTS ?= 1000000
 sim-large: $(READY)

@@ -11,10 +11,12 @@ import argparse
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.deploy.sim.scale import LargeWorld, TraceLine, made_up_trace, read_trace
+from baton.deploy.planner.traces import TraceRequest, read_trace
+from baton.deploy.sim.scale import LargeWorld, made_up_trace
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.world import Report, World
 
@@ -46,7 +48,7 @@ def of_seeds(first: int, count: int) -> Speed:
     return _speed(reports, time.process_time() - started)
 
 
-def of_size(workers: int, requests: int, trace: list[TraceLine]) -> Speed:
+def of_size(workers: int, requests: int, trace: Sequence[TraceRequest]) -> Speed:
     """A world without faults, from its first request on, with every check."""
     large = LargeWorld(workers, requests, trace)
     large.start()
@@ -67,11 +69,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many random worlds with faults")
     parser.add_argument("--workers", type=int, nargs="*", default=[10, 100], help="sizes of worlds without faults")
     parser.add_argument("--requests", type=int, default=2000, help="in each of those")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format (default: a made-up one)")
+    parser.add_argument("--trace", type=Path, help="a file that baton plan reads (default: a made-up one)")
     arguments = parser.parse_args()
     if arguments.seeds:
         print(of_seeds(0, arguments.seeds).told(f"{arguments.seeds} seeds with faults"), flush=True)
-    trace = made_up_trace() if arguments.trace is None else read_trace(arguments.trace)
+    trace: Sequence[TraceRequest] = made_up_trace()
+    if arguments.trace is not None:
+        with arguments.trace.open() as lines:
+            trace = read_trace(lines, arguments.trace.name).requests
     for workers in arguments.workers:
         print(of_size(workers, arguments.requests, trace).told(f"{workers} workers"), flush=True)
         print(f"{'':28} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most, so far")

@@ -7,11 +7,8 @@ its size, with every check after every event.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -21,6 +18,7 @@ from baton.common.config import DecodeConfig, GatewayConfig, LivenessConfig, Pre
 from baton.common.engine.fake_runner import StepCost
 from baton.common.ids import RequestId
 from baton.common.messages import SamplingParams
+from baton.deploy.planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from baton.deploy.sim.clients import ClientRequest, Clients, judge
 from baton.deploy.sim.settings import WorldSettings
 from baton.deploy.sim.world import World
@@ -29,32 +27,12 @@ FIRST_S = 4.0
 """Everything is up by then."""
 SHRINK = 64
 """What has so many tokens in a trace has one here: steps of the fake model cost what is computed in them."""
-TRACE_BLOCK_TOKENS = 512
 RATE_PER_WORKER = 8.0
 MAX_CONTEXT = 2304
 NEW_TOKEN_FACTOR = 0x9E3779B1
 
 
-@dataclass(frozen=True, slots=True)
-class TraceLine:
-    """One request: when it arrives in its trace, how long it is, and the numbers of the blocks that it begins with."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-
-
-def read_trace(path: Path) -> list[TraceLine]:
-    """Of Mooncake's public traces: a JSON object per line."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        TraceLine(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
-        for one in lines
-    ]
-
-
-def made_up_trace(requests: int = 2000) -> list[TraceLine]:
+def made_up_trace(requests: int = 2000) -> list[TraceRequest]:
     """Where no trace is at hand: lengths and sharing like those of a conversation trace."""
     rng = Random(17)
     lines = []
@@ -64,7 +42,9 @@ def made_up_trace(requests: int = 2000) -> list[TraceLine]:
         shared = rng.randrange(blocks)
         begins = [1000 * rng.randrange(50) + at for at in range(shared)]
         outputs = 1 + int(rng.expovariate(1 / 340))
-        lines.append(TraceLine(0.3 * number, TRACE_BLOCK_TOKENS * blocks - 100, outputs, (*begins, *own[shared:])))
+        lines.append(
+            TraceRequest(0.3 * number, MOONCAKE_BLOCK_TOKENS * blocks - 100, outputs, (*begins, *own[shared:]))
+        )
     return lines
 
 
@@ -115,7 +95,7 @@ class LargeWorld:
     """`requests` in all, at a rate that keeps the workers busy; the trace comes again when it is over, with other
     tokens."""
 
-    def __init__(self, workers: int, requests: int, trace: list[TraceLine], seed: int = 0) -> None:
+    def __init__(self, workers: int, requests: int, trace: Sequence[TraceRequest], seed: int = 0) -> None:
         settings = sized(workers)
         self.world = World(settings, seed)
         self.world.gateway_config = GatewayConfig(max_inflight_requests=1 << 16)
@@ -124,7 +104,7 @@ class LargeWorld:
         duration_s = requests / (RATE_PER_WORKER * workers)
         self.world.calm_s = FIRST_S + duration_s
         self._trace = trace
-        self._speed = (trace[-1].at_s - trace[0].at_s) * requests / (len(trace) * duration_s)
+        self._speed = (trace[-1].arrival_s - trace[0].arrival_s) * requests / (len(trace) * duration_s)
         self._left = requests
         self._number = 0
         self._lines = self._scaled()
@@ -134,13 +114,13 @@ class LargeWorld:
         self._enter_next()
         self.world.schedule.run_until(FIRST_S)
 
-    def _scaled(self) -> Iterator[tuple[float, TraceLine, int]]:
+    def _scaled(self) -> Iterator[tuple[float, TraceRequest, int]]:
         """When, what, and in which round of the trace."""
-        first_s, length_s = self._trace[0].at_s, self._trace[-1].at_s - self._trace[0].at_s
+        first_s, length_s = self._trace[0].arrival_s, self._trace[-1].arrival_s - self._trace[0].arrival_s
         turn = 0
         for place, line in cycle(enumerate(self._trace)):
             turn += place == 0
-            yield FIRST_S + ((turn - 1) * length_s + line.at_s - first_s) / self._speed, line, turn
+            yield FIRST_S + ((turn - 1) * length_s + line.arrival_s - first_s) / self._speed, line, turn
 
     def _enter_next(self) -> None:
         if self._left:
@@ -148,17 +128,19 @@ class LargeWorld:
             at_s, line, turn = next(self._lines)
             self.world.schedule.at(at_s, self._arrive, line, turn)
 
-    def _arrive(self, line: TraceLine, turn: int) -> None:
+    def _arrive(self, line: TraceRequest, turn: int) -> None:
         self._enter_next()
         self._number = number = self._number + 1
         sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max(1, line.output_tokens // SHRINK))
-        request = ClientRequest(RequestId(f"r{number}"), prompt_of(line, turn), sampling, None)
+        request = ClientRequest(RequestId(f"r{number}"), prompt_of(line, turn, number), sampling, None)
         self.world.submit(request, number % self.world.settings.gateways)
 
 
-def prompt_of(line: TraceLine, turn: int) -> npt.NDArray[np.int32]:
-    """Requests with the same first blocks, in one round of the trace, begin with the same tokens."""
-    block = TRACE_BLOCK_TOKENS // SHRINK
-    numbers = np.array(line.blocks, dtype=np.int64)[:, None] * block + np.arange(block) + (turn << 40)
-    tokens = (numbers * NEW_TOKEN_FACTOR >> 13) % 258
-    return tokens.ravel()[: max(1, line.prompt_tokens // SHRINK)].astype(np.int32)
+def prompt_of(line: TraceRequest, turn: int, number: int) -> npt.NDArray[np.int32]:
+    """Requests with the same first blocks, in one round of the trace, begin with the same tokens; what no block tells
+    is the request's own."""
+    length, block = max(1, line.prompt_tokens // SHRINK), max(1, line.block_tokens // SHRINK)
+    told = np.array(line.blocks, dtype=np.int64) * block + (turn << 40)
+    own = np.arange(max(0, -(-length // block) - len(told)), dtype=np.int64) * block - (number << 20)
+    places = np.concatenate((told, own))[:, None] + np.arange(block)
+    return ((places * NEW_TOKEN_FACTOR >> 13) % 258).ravel()[:length].astype(np.int32)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from baton.deploy.sim.scale import LargeWorld, made_up_trace, prompt_of, read_trace
+from baton.deploy.planner.traces import TraceRequest
+from baton.deploy.sim.scale import LargeWorld, made_up_trace, prompt_of
 
 
 def test_a_world_of_a_trace_answers_everything_and_keeps_nothing() -> None:
@@ -24,21 +22,14 @@ def test_a_world_of_a_trace_answers_everything_and_keeps_nothing() -> None:
 
 
 def test_prompts_share_what_their_blocks_share_within_one_round() -> None:
-    first, second = (line for line in made_up_trace(2))
-    one, other = prompt_of(first, 1), prompt_of(first, 2)
-    assert len(one) == len(other) == first.prompt_tokens // 64
-    assert (one != other).any()
-    assert (prompt_of(first, 1) == one).all()
-    shared = [a == b for a, b in zip(first.blocks, second.blocks, strict=False)]
-    assert not any(shared), "these two begin with different blocks"
-
-
-def test_a_trace_of_mooncake_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps({"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}))
-    (line,) = read_trace(path)
-    assert (line.at_s, line.prompt_tokens, line.output_tokens, line.blocks) == (3.0, 700, 5, (0, 9))
-    assert len(prompt_of(line, 1)) == 10
+    first = TraceRequest(0.0, 200 * 64, 5, (7, 8, 9, *range(100, 130)))
+    second = TraceRequest(1.0, 200 * 64, 5, (7, 8, 9))
+    one, other = prompt_of(first, 1, 1), prompt_of(second, 1, 2)
+    assert len(one) == len(other) == 200
+    assert (one[:24] == other[:24]).all()
+    assert (one[24:32] != other[24:32]).any()
+    assert (prompt_of(first, 2, 1)[:24] != one[:24]).any(), "in the next round the same blocks are others"
+    assert (prompt_of(second, 1, 3)[24:] != other[24:]).any(), "what no block tells is the request's own"
 
 
 @pytest.mark.slow
