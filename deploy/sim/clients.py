@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from baton.common.engine.fake_runner import FakeAnswer, fake_answer
 from baton.common.errors import ErrorCode
-from baton.common.ids import NO_SESSION, RequestId, SessionId
-from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp
+from baton.common.messages import SamplingParams, Submit, TokenLogprob, unpack_tokens
 from baton.common.units import pages_for_tokens
 from baton.deploy.gateway_core import RequestEnded, TokensArrived
 from baton.deploy.sim.settings import WorldSettings
@@ -58,6 +58,7 @@ class Clients:
         self.requests: dict[RequestId, ClientRequest] = {}
         self.outcomes: Counter[str] = Counter()
         self.planned = 0
+        self._placements: dict[tuple[Stamp, str, int], int] = {}  # -> the epoch of whom it was given to
 
     def add(self, request: ClientRequest) -> None:
         self.requests[request.request_id] = request
@@ -77,6 +78,14 @@ class Clients:
                 lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.now)),
                 "stop string",
             )
+
+    def placed(self, gateway: Stamp, epoch: int, message: Submit) -> None:
+        """A gateway submits it to a process: each placement to one, with all that its client has by then."""
+        request = self.requests[message.request_id]
+        known = unpack_tokens(message.outputs).tolist()
+        assert known == request.tokens, f"{request.request_id} is to go on behind {known}, not {request.tokens}"
+        whom = self._placements.setdefault((gateway, message.request_id, message.placement), epoch)
+        assert whom == epoch, f"placement {message.placement} of {request.request_id} is in two hands"
 
     def ended(self, effect: RequestEnded) -> None:
         request = self.requests[effect.request_id]

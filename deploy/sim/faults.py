@@ -50,6 +50,12 @@ def names_of_settings(settings: WorldSettings) -> list[str]:
     return links + [name for name, without in OTHER_SETTINGS.items() if getattr(settings, name) != without]
 
 
+def is_steady(settings: WorldSettings) -> bool:
+    """Whether all processes are there all the time and can reach each other, whatever is lost on the way."""
+    struck = settings.crashes + settings.pauses + settings.partitions + settings.clogs + settings.hangs
+    return not struck + settings.drains + settings.controller_crashes and not settings.half_open
+
+
 def without(settings: WorldSettings, left_out: Collection[str]) -> WorldSettings:
     """The same world with these faults switched off."""
     links: dict[str, Any] = {name: 0.0 for name in LINK_FAULTS if name in left_out}

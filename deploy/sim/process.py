@@ -22,6 +22,7 @@ from baton.common.messages import (
     Load,
     Member,
     Membership,
+    Submit,
 )
 from baton.deploy.controller_core import ControllerCore, KillWorker, Publish, Reply, SeatSpec, StartWorker
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
@@ -147,6 +148,9 @@ class MemberProcess(SimProcess):
 
     def frame_arrived(self, frame: Frame) -> None:
         sender, body = frame.src, frame.body
+        if frame.dst_epoch not in (0, self.stamp.epoch):
+            self.stray_frame(frame)
+            return
         if sender.worker == CONTROLLER:
             if isinstance(body, Membership):
                 self._apply(self.roster.on_membership(sender, body, self.now))
@@ -154,6 +158,7 @@ class MemberProcess(SimProcess):
         changes = self.roster.on_heard(sender, self.now)
         if changes is None:
             self.world.probe("frame_of_unlisted_process", frame)
+            self.stray_frame(frame)
             return
         if changes is not NO_CHANGE:
             self._apply(changes)
@@ -179,6 +184,9 @@ class MemberProcess(SimProcess):
 
     def hand_off_frame(self, frame: Frame) -> None:
         """Only workers have hand-offs."""
+
+    def stray_frame(self, frame: Frame) -> None:
+        """For a predecessor, or of somebody who is no member: dropped before anybody acts on it."""
 
     def membership_changed(self, view: MembershipView) -> None:
         """Only workers have hand-offs."""
@@ -218,6 +226,8 @@ class GatewayProcess(MemberProcess):
             if isinstance(effect, TokensArrived):
                 self.world.clients.tokens(effect)
             elif isinstance(effect, SendTo):
+                if isinstance(effect.body, Submit):
+                    self.world.clients.placed(self.stamp, effect.epoch, effect.body)
                 self.send(effect.worker, effect.epoch, effect.body)
             else:
                 self.world.clients.ended(effect)

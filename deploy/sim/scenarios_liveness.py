@@ -28,7 +28,7 @@ from baton.common.units import pages_for_tokens
 from baton.deploy.sim.clients import CONNECTION_LOST
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, body_of, must, second_of, worker_of
 from baton.deploy.sim.world import Report, World
-from baton.transfer.api import OfferReceived, SinkFailed, SourceAborted, SourceReleased
+from baton.transfer.api import OfferReceived, SinkCommitted, SinkFailed, SourceAborted, SourceReleased
 from baton.transfer.session.effects import Landed
 
 
@@ -291,6 +291,17 @@ def lost_control_frame(seed: int) -> Scenario:
         plan.note(kind)
         return -1.0
 
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        assert not isinstance(event, SinkFailed), f"{event}: what was lost was not sent again"
+        if isinstance(event, SinkCommitted):
+            committed[event.key] = world.now
+        if isinstance(event, SourceReleased):
+            late_s = world.now - committed[event.key]
+            assert late_s < 3 * world.settings.transfer.resend_after_s, f"released {late_s:.1f} s after the commit"
+
+    committed: dict[HandoffKey, float] = {}
+    plan.world.on("engine_event", look)
     plan.world.network.extra_delay_s = delay_s
     kinds = [one.__name__ for one in (Offer, Chunk, Ack, Done, Commit, Submit)]
     return plan.ready(*kinds, "Accept", "Submitted", "Output", "Output-last", "FinishAck")

@@ -6,14 +6,29 @@ from dataclasses import replace
 
 from baton.common.config import LivenessConfig, TransferConfig
 from baton.common.engine.core_api import Drain
+from baton.common.engine.fake_runner import StepCost
 from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, HandoffId, HandoffKey, Stamp, WorkerId
-from baton.common.messages import Ack, Body, Cancel, Done, Failed, Failure, HandoffBody
-from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of
+from baton.common.messages import (
+    Ack,
+    Body,
+    Cancel,
+    Cancelled,
+    Commit,
+    Done,
+    Failed,
+    Failure,
+    FinishAck,
+    HandoffBody,
+    Nack,
+    Output,
+    Submit,
+)
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
 from baton.deploy.sim.settings import LinkFaults
 from baton.deploy.sim.world import Report, World
-from baton.transfer.api import AbortSource, OpenSink, SinkCommitted, SinkFailed
-from baton.transfer.session.effects import SinkLaneFailed
+from baton.transfer.api import AbortSource, OpenSink, SinkCommitted, SinkFailed, SourceAborted
+from baton.transfer.session.effects import LandRegion, SinkLaneFailed
 
 FLOOD = 200
 MAX_TOMBSTONES = 16
@@ -85,6 +100,114 @@ def orphan_rooms(seed: int) -> Scenario:
     plan.world.on("landing_ended", look)
     plan.world.on("engine_event", look)
     return plan.ready("a flood of strange frames came")
+
+
+def lost_words_of_an_abort(seed: int) -> Scenario:
+    """The first copies of all frames that end a hand-off badly are lost, and of those that ask for a damaged region:
+    who still holds pages for it hears within a few re-sends."""
+    plan = Plan(replace(BASE, decode=1, prefill=1, links=LinkFaults(region_damaged=0.3)), seed)
+    victims = [plan.request(40, at_s=FIRST_S + 0.2 * index) for index in range(4)]
+    for index in range(3):
+        plan.request(30, at_s=FIRST_S + 0.3 * index)
+    lost, ended = set[tuple[HandoffKey, str]](), dict[HandoffKey, float]()
+
+    def delay_s(sender: Stamp, worker: WorkerId, body: Body) -> float:
+        if not isinstance(body, Cancel | Cancelled | Failed | Nack) or (body.key, type(body).__name__) in lost:
+            return 0.0
+        lost.add((body.key, type(body).__name__))
+        plan.note(type(body).__name__)
+        return -1.0
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        if isinstance(event, SinkFailed):
+            assert event.failure.code is not ErrorCode.DEADLINE_EXCEEDED, event
+            ended[event.key] = world.now
+        if isinstance(event, SourceAborted) and event.key in ended:
+            late_s = world.now - ended[event.key]
+            assert late_s < 3 * world.settings.transfer.resend_after_s, f"pages came back {late_s:.1f} s later"
+
+    for index, victim in enumerate(victims):
+        plan.world.schedule.at(FIRST_S + 0.2 * index + 0.06, plan.world.cancel, victim)
+    plan.world.network.extra_delay_s = delay_s
+    plan.world.on("engine_event", look)
+    scenario = plan.ready("Cancel", "Cancelled", "Nack")
+    plan.world.calm_s = FIRST_S + 3.0
+    return scenario
+
+
+def third_party(seed: int) -> Scenario:
+    """A member speaks of hand-offs that are none of its: nobody believes it."""
+    plan = Plan(replace(BASE, prefill=2, decode=2, pull_lane=0.5), seed)
+    for index in range(6):
+        plan.request(40, at_s=FIRST_S + 0.05 * index)
+    failure = Failure(code=ErrorCode.INTERNAL, reason="so says somebody else")
+
+    def meddle(world: World, details: object) -> None:
+        worker, effect = worker_of(details, "decode"), second_of(details)
+        if worker is None or not isinstance(effect, LandRegion) or effect.chunk.seq != 2:
+            return
+        key, source = effect.key, effect.peer
+        for other in world.workers():
+            if other.stamp in (worker.stamp, source):
+                continue
+            done = Done(key=key, regions=3, total_tokens=40, first_token=1)
+            words: list[HandoffBody] = [Failed(key=key, failure=failure), done]
+            for body in words:
+                other.send(worker.stamp.worker, worker.stamp.epoch, body)
+            words = [Cancel(key=key, failure=failure), Commit(key=key), Ack(key=key, seq=9, credit=99)]
+            for body in words:
+                other.send(source.worker, source.epoch, body)
+            plan.note("somebody meddled")
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        assert not isinstance(event, SinkFailed | SourceAborted), event
+
+    plan.world.on("land_region", meddle)
+    plan.world.on("engine_event", look)
+    return plan.ready("somebody meddled")
+
+
+def stale_last_word(seed: int) -> Scenario:
+    """A gateway is not heard for a while, so its requests are given up; it places them once more on the same worker,
+    which goes on repeating the end of the first placement: that ends nothing."""
+    plan = Plan(replace(BASE, prefill=1, decode=1, step=StepCost(0.05)), seed)
+    for index in range(3):
+        plan.request(30, max_tokens=60, at_s=FIRST_S + 0.01 * index)
+    gateway, decode = WorkerId("gateway-0"), WorkerId("decode-0")
+    last: set[tuple[str, int]] = set()
+
+    def delay_s(sender: Stamp, worker: WorkerId, body: Body) -> float:
+        if isinstance(body, FinishAck) and (body.request_id, body.placement) not in last:
+            last.add((body.request_id, body.placement))
+            return -1.0
+        return 0.0
+
+    def sent(world: World, details: object) -> None:
+        assert isinstance(details, tuple)
+        body = details[2]
+        if isinstance(body, Output) and body.failure is not None and body.placement == 0:
+            request = world.clients.requests[body.request_id]
+            placed = request.gateway is not None and (request.request_id, 1) in placements
+            if placed:
+                plan.note("the old end came behind the new beginning")
+        if isinstance(body, Submit):
+            placements.add((body.request_id, body.placement))
+
+    placements: set[tuple[str, int]] = set()
+    plan.world.network.extra_delay_s = delay_s
+    plan.world.on("sent", sent)
+    plan.world.schedule.at(FIRST_S + 0.3, plan.world.partition, gateway, decode, 4.0, True)
+    scenario = plan.ready("the old end came behind the new beginning")
+    plan.world.calm_s = FIRST_S + 5.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        most = max(one.ended.placements for one in plan.requests if one.ended is not None)
+        assert most == 2, f"{most} placements"
+
+    return Scenario(plan.world, reached)
 
 
 def one_bad_peer(seed: int) -> Scenario:
@@ -184,6 +307,9 @@ def half_open(seed: int) -> Scenario:
 SCENARIOS = (
     prefill_abort_not_told,
     orphan_rooms,
+    lost_words_of_an_abort,
+    third_party,
+    stale_last_word,
     one_bad_peer,
     health_lies,
     controller_restarts,

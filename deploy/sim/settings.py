@@ -29,6 +29,10 @@ class LinkFaults:
 
 
 NO_FAULTS = LinkFaults()
+STEADY_SHARE = 0.15
+"""Of worlds in which every process lives, and only links and clients are bad."""
+AFTERMATH_S = 70.0
+"""Longer than a request may take, and than a last message is repeated."""
 LAYOUTS = ((True, False, False),) * 3 + (
     (True, True, False),
     (True, False, True),
@@ -98,6 +102,7 @@ class WorldSettings:
     successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
     thinking_token_id: int = -1  # of the gateways
     fault_s: float = 4.0
+    aftermath_s: float = 0.0  # how long it goes on when all is at rest: late timers must find nothing to do
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
     clock_drift: float = 0.0  # ... and that they gain or lose in a second
     start_s: float = 0.4  # most time from start to Hello of a process
@@ -137,6 +142,7 @@ def random_settings(seed: int) -> WorldSettings:
     """A small cluster of any shape, with any mixture of faults; every fourth one without any."""
     rng = Random(seed ^ 0x5EED)
     calm = rng.random() < 0.25
+    steady = Random(seed ^ 0x57EAD).random() < STEADY_SHARE
     page_size = rng.choice((1, 4, 4, 16))
     pages = rng.randint(20, 60) * 4 // page_size + 4
 
@@ -144,7 +150,7 @@ def random_settings(seed: int) -> WorldSettings:
         return 0.0 if calm or rng.random() < 0.3 else rng.random() * most
 
     def count(most: int) -> int:
-        return 0 if calm or rng.random() < 0.3 else rng.randint(0, most)
+        return 0 if calm or steady or rng.random() < 0.3 else rng.randint(0, most)
 
     links = LinkFaults(
         delay_s=rng.choice((0.0005, 0.003, 0.02)),
@@ -197,14 +203,14 @@ def random_settings(seed: int) -> WorldSettings:
         ),
         prefix_cache=rng.choice(("chunk", "radix", "radix", "radix", "UnifiedRadixCache")),
     )
-    return _with_layout(_with_more_faults(settings, Random(seed ^ 0xFA17), calm), rng, calm)
+    return _with_layout(_with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady), rng, calm)
 
 
-def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool) -> WorldSettings:
+def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool, steady: bool) -> WorldSettings:
     """Each world with a few of those that few systems are tested with; all with conversations."""
 
     def some(share: float, most: int) -> int:
-        return 0 if calm or rng.random() >= share else rng.randint(1, most)
+        return 0 if calm or steady or rng.random() >= share else rng.randint(1, most)
 
     return dataclasses.replace(
         settings,
@@ -212,9 +218,12 @@ def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool) -> World
         thinking_token_id=rng.choice((-1, -1, rng.randrange(258))),
         clogs=some(0.3, 3),
         hangs=some(0.2, 1),
-        storms=some(0.2, 2),
+        cancels=0 if calm else settings.cancels or rng.randint(0, 3),
+        storms=0 if calm or rng.random() >= 0.2 else rng.randint(1, 2),
         controller_crashes=some(0.2, 2),
-        half_open=rng.choice((0.0, 0.0, 0.3)) if not calm else 0.0,
+        request_timeout_s=settings.request_timeout_s if calm or rng.random() < 0.85 else rng.uniform(1.0, 4.0),
+        aftermath_s=rng.choice((0.0,) * 11 + (AFTERMATH_S,)),
+        half_open=0.0 if calm or steady else rng.choice((0.0, 0.0, 0.3)),
         successor_pages=rng.choice((1.0, 1.0, 0.7)) if not calm else 1.0,
         clock_offset_s=rng.choice((0.0, 0.0, 1000.0)),
         clock_drift=rng.choice((0.0, 0.0, 0.05)),

@@ -25,7 +25,7 @@ from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
-from baton.common.messages import Frame, Load
+from baton.common.messages import Frame, HandoffBody, Load
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.data_plane import DIRECT_LANE, PULL_LANE, STAGED_LANE, SimDataPlane
 from baton.deploy.sim.process import MemberProcess, Wakeup
@@ -213,6 +213,12 @@ class WorkerProcess(MemberProcess):
     def hand_off_frame(self, frame: Frame) -> None:
         self.world.probe("hand_off_frame", (self, frame))
         self._carry_out(self.endpoint.on_frame(frame, self.now))
+
+    def stray_frame(self, frame: Frame) -> None:
+        """An endpoint does not rely on others to drop it."""
+        if isinstance(frame.body, HandoffBody):
+            effects = self.endpoint.on_frame(frame, self.now)
+            assert not effects, f"{self.name} acts on {type(frame.body).__name__} of {frame.src}: {effects}"
 
     def membership_changed(self, view: MembershipView) -> None:
         self._carry_out(self.endpoint.on_membership(view, self.now))

@@ -15,11 +15,12 @@ from random import Random
 
 from baton.common.config import GatewayConfig
 from baton.common.engine.core_api import Drain
+from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
 from baton.deploy.controller_core import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients
-from baton.deploy.sim.faults import plan_faults, without
+from baton.deploy.sim.faults import is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberProcess, SimProcess
 from baton.deploy.sim.schedule import Clock, Schedule
@@ -27,11 +28,13 @@ from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore
 from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.workload import OWNER, plan_workload
+from baton.transfer.api import SinkFailed
 
 KILL_S = 0.05
 HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
-REST_S = 150.0
+SHORT_S = 10.0
+REST_S = 55.0
 """Most time from the last arrival and the last fault until everything must be at rest."""
 
 
@@ -286,6 +289,8 @@ class World:
         self.calm_s = first_s + max(settings.arrival_s, settings.fault_s)
         faults = plan_faults(self, first_s, left_out)
         self.schedule.at(self.calm_s, self.calm_down)
+        if is_steady(settings):
+            self.on("engine_event", _assert_no_failure)
         return asked, faults
 
     def cancel_someone(self) -> None:
@@ -305,6 +310,9 @@ class World:
                 raise NeverRests(self._what_is_owed())
             self.schedule.run_until(self.now + QUIET_STEP_S)
         self._judge()
+        if self.settings.aftermath_s:
+            self.schedule.run_until(self.now + self.settings.aftermath_s)
+            assert self._at_rest(), f"not at rest any more: {self._what_is_owed()}"
         outcomes = self.clients.outcomes
         schedule = self.schedule
         return Report(
@@ -349,6 +357,19 @@ class World:
             assert len(worker.endpoint.sessions()) <= 2 * most, f"{worker.stamp.worker} remembers too much"
             census = worker.pool.census(())
             assert census.idle, f"{worker.stamp.worker} at rest: {census}"
+
+
+def _assert_no_failure(world: World, details: object) -> None:
+    """Where everybody is there, no hand-off fails for want of time or peers: what is lost is sent again. A return may
+    take too long: it is given up then."""
+    event = details[1] if isinstance(details, tuple) else None
+    if isinstance(event, SinkFailed) and event.key.attempt >= 0:
+        code = event.failure.code
+        hurried = world.settings.transfer.handoff_ttl_s <= SHORT_S or world.settings.request_timeout_s <= SHORT_S
+        late = code is ErrorCode.DEADLINE_EXCEEDED and not hurried
+        broken = code is ErrorCode.INTERNAL and not world.settings.links.region_lost
+        trouble = late or broken or code is ErrorCode.NO_WORKER
+        assert not trouble, f"{event} where everybody was there"
 
 
 def run_seed(seed: int, keep_trace: bool = False, left_out: Collection[str] = ()) -> Report:
