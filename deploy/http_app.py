@@ -1,4 +1,4 @@
-"""HTTP in front of a `Gateway`: the OpenAI-compatible endpoints, health, metrics, status.
+"""HTTP in front of a `Gateway`: the OpenAI-compatible endpoints, tokens, health, metrics, status, their documentation.
 
 Owns: routes, status codes and headers, the size limit of bodies, and noticing that a client is gone. Never: knows the
 cluster; a request's id, worker and addresses are never taken from a client.
@@ -14,10 +14,12 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -38,6 +40,8 @@ from baton.deploy.openai_replies import (
     encode,
     http_error,
 )
+from baton.deploy.openapi import body_of, with_schemas
+from baton.deploy.tokenize_api import DetokenizeRequest, TokenizeChat, TokenizePrompt, detokenize, tokenize
 
 CLIENT_CLOSED_REQUEST = 499
 MAX_TRACE_S = 60.0
@@ -63,13 +67,18 @@ class HttpApi:
         self._max_body_bytes = max_body_bytes
         self._request_timeout_s = request_timeout_s
         self._created = int(time.time())  # a date for clients, not a clock
+        self._bodies: tuple[type, ...] = ()  # of which the OpenAPI document has the schemas
 
     def app(self) -> FastAPI:
-        app = FastAPI(title="Baton", version=self._gateway.version, docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(title="Baton", version=self._gateway.version, docs_url="/docs", redoc_url=None)
+        app.openapi = partial(self._openapi, app)  # type: ignore[method-assign]  # as FastAPI documents it
         for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
-            app.add_api_route(path, self._generation(path, kind), methods=["POST"])
+            self._add_post(app, path, self._generation(path, kind), kind)
+        self._add_post(app, "/tokenize", self.tokenize, TokenizePrompt, TokenizeChat)
+        self._add_post(app, "/detokenize", self.detokenize, DetokenizeRequest)
         pages: dict[str, Callable[..., Awaitable[Response]]] = {
             "/v1/models": self.models,
+            "/v1/models/{model_id:path}": self.model,
             "/live": self.live,
             "/ready": self.ready,
             "/health": self.health,
@@ -86,9 +95,22 @@ class HttpApi:
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
         app.add_exception_handler(RequestError, self.refused)
+        app.add_exception_handler(_BodyTooBig, self.too_big)
         app.add_exception_handler(RequestValidationError, self.malformed_path)
         app.add_exception_handler(Exception, self.internal_error)
         return app
+
+    def _openapi(self, app: FastAPI) -> dict[str, Any]:
+        """Made when it is asked for: that takes a tenth of a second."""
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            app.openapi_schema = with_schemas(document, self._bodies)
+        return app.openapi_schema
+
+    def _add_post(self, app: FastAPI, path: str, handler: Callable[..., Awaitable[Response]], *kinds: type) -> None:
+        """A route whose body is one of these."""
+        app.add_api_route(path, handler, methods=["POST"], openapi_extra=body_of(*kinds))
+        self._bodies += kinds
 
     # ------------------------------------------------------------------------------------------- answers
 
@@ -96,14 +118,15 @@ class HttpApi:
         self, path: str, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
+            """An answer, or, with `stream`, server-sent events."""
             request_id = new_request_id()
             try:
                 body = await self._read_body(request)
                 response = await _unless_gone(request, self._answer(kind, body, request_id, _owner(request)))
             except RequestError as error:
                 response = _error_response(error)
-            except _BodyTooBig:
-                response = _json(self._too_big(), 413)
+            except _BodyTooBig as error:
+                response = await self.too_big(request, error)
             except _ClientGone:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             response.headers["X-Request-Id"] = request_id
@@ -133,13 +156,12 @@ class HttpApi:
                 raise _BodyTooBig
         return bytes(body)
 
-    def _too_big(self) -> ErrorReply:
+    async def too_big(self, request: Request, error: Exception) -> Response:
         message = f"the body is larger than {self._max_body_bytes} bytes (gateway.max_body_bytes)"
-        return ErrorReply(
-            error=ErrorDetail(
-                message=message, type="invalid_request_error", param=None, code=str(ErrorCode.INVALID_REQUEST)
-            )
+        detail = ErrorDetail(
+            message=message, type="invalid_request_error", param=None, code=str(ErrorCode.INVALID_REQUEST)
         )
+        return _json(ErrorReply(error=detail), 413)
 
     # ------------------------------------------------------------------------------------------ sessions
 
@@ -154,9 +176,25 @@ class HttpApi:
     # -------------------------------------------------------------------------------------------- others
 
     async def models(self) -> Response:
+        """What is served here: one model."""
+        return _json(ModelList(data=[self._model_card()]))
+
+    async def model(self, model_id: str) -> Response:
+        """One model, by its name."""
+        self._gateway.model.check_name(model_id)
+        return _json(self._model_card())
+
+    def _model_card(self) -> ModelCard:
         model = self._gateway.model
-        card = ModelCard(id=model.name, created=self._created, max_model_len=model.max_model_len)
-        return _json(ModelList(data=[card]))
+        return ModelCard(id=model.name, created=self._created, max_model_len=model.max_model_len)
+
+    async def tokenize(self, request: Request) -> Response:
+        """What a prompt or a conversation is to the model."""
+        return _json(await tokenize(self._gateway.model, await self._read_body(request)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        return _json(detokenize(self._gateway.model, await self._read_body(request)))
 
     async def live(self) -> Response:
         """This process turns its loop."""

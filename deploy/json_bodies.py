@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ MAX_SHOWN_CHARS = 100
 
 _WHERE = re.compile(r"(?P<reason>.*) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
-BodyT = TypeVar("BodyT")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 def refusal(field: str, reason: str) -> RequestError:
@@ -42,7 +42,26 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+def parse(kind: type[BodyT], body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> BodyT:
+    """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it. `neutral` are
+    the parameters that others have and we do not, with the values that ask for nothing."""
+    fields = decode_object(body)
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name in [name for name in fields if name not in known]:
+        _refuse_unless_neutral(name, fields.pop(name), known, neutral)
+    return convert(fields, kind)
+
+
+def _refuse_unless_neutral(name: str, value: Any, known: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    if name not in neutral:
+        raise unknown_parameter(name, known)
+    # 1 == True in Python, but {"best_of": true} asks for something else than {"best_of": 1}.
+    asks_nothing = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name])
+    if value is not None and not asks_nothing:
+        raise refusal(name, "not supported by Baton (leave it out)")
+
+
+def unknown_parameter(name: str, known: set[str]) -> RequestError:
     shown = shorten(name)  # comparing takes seconds for a name of megabytes, on the loop that serves everybody
     near = difflib.get_close_matches(shown, known, n=1)
     return refusal(shown, "unknown parameter" + (f"; did you mean {near[0]}?" if near else ""))
@@ -62,8 +81,6 @@ def _explain(error: str, fields: dict[str, Any], kind: type) -> RequestError:
     if reason.startswith("Object missing required field"):
         missing = reason.split("`")[1]
         return refusal(f"{path}.{missing}" if path else missing, "required")
-    if reason.startswith("Object contains unknown field") and not path:
-        return unknown_parameter(reason.split("`")[1], getattr(kind, "__struct_fields__", ()))
     field = path.removesuffix("[...]")  # of an object with keys of the client's choice
     got = fields.get(field)
     shown = f", got {shorten(repr(got))}" if isinstance(got, str | int | float) else ""

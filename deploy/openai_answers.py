@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.common.errors import ErrorCode, RequestError
+from baton.common.errors import RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
-from baton.deploy.json_bodies import refusal, shorten
+from baton.deploy.json_bodies import refusal
 from baton.deploy.openai_api import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_for
 from baton.deploy.openai_replies import (
     SSE_DONE,
@@ -41,9 +41,7 @@ from baton.deploy.openai_replies import (
     sse_event,
     usage_of,
 )
-from baton.deploy.tokenizer import Tokenizer
-
-TOKENIZE_ASIDE_CHARS = 4096  # longer texts are tokenized on another thread: the loop has streams to serve
+from baton.deploy.tokenizer import Tokenizer, encode_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,7 @@ async def prepare(
 ) -> Answering:
     """Everything that can be refused before a worker is asked. `owner`: who asks. Raises RequestError."""
     model = gateway.model
-    if request.model != model.name:
-        wanted = shorten(repr(request.model))
-        raise RequestError(ErrorCode.MODEL_NOT_FOUND, f"model {wanted} is not served here; {model.name!r} is", "model")
+    model.check_name(request.model)
     token_lists = await _tokenize(model.tokenizer, request)
     per_prompt = request.n or 1
     count = len(token_lists) * per_prompt
@@ -103,10 +99,9 @@ async def prepare(
         raise refusal("n", f"{len(token_lists)} prompts, each {per_prompt} times, are more than {MAX_CHOICES} choices")
     choices: list[_Choice] = []
     for tokens in token_lists:
-        strange = next(((at, token) for at, token in enumerate(tokens) if token >= model.vocab_size), None)
+        strange = model.strange_token(tokens)
         if strange is not None:
-            where = f"token {strange[0]} is {strange[1]}"
-            raise refusal("prompt", f"{where}, which is not in the vocabulary of {model.vocab_size} tokens")
+            raise refusal("prompt", strange)
         sampling = sampling_for(
             request,
             prompt_tokens=len(tokens),
@@ -126,18 +121,12 @@ async def prepare(
 async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
     if isinstance(request, ChatRequest):
         messages = [message.as_template_input() for message in request.messages]
-        if sum(len(message["content"]) for message in messages) > TOKENIZE_ASIDE_CHARS:
-            return [await asyncio.to_thread(tokenizer.encode_chat, messages)]
-        return [tokenizer.encode_chat(messages)]
-    token_lists = []
-    for prompt in request.prompts():
-        if isinstance(prompt, list):
-            token_lists.append(prompt)
-        elif len(prompt) > TOKENIZE_ASIDE_CHARS:
-            token_lists.append(await asyncio.to_thread(tokenizer.encode, prompt))
-        else:
-            token_lists.append(tokenizer.encode(prompt))
-    return token_lists
+        chars = sum(len(message["content"]) for message in messages)
+        return [await encode_aside(chars, tokenizer.encode_chat, messages)]
+    return [
+        prompt if isinstance(prompt, list) else await encode_aside(len(prompt), tokenizer.encode, prompt)
+        for prompt in request.prompts()
+    ]
 
 
 # -------------------------------------------------------------------------------------------- whole answers

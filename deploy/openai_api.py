@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Priority, SamplingParams
-from baton.deploy.json_bodies import convert, decode_object, refusal, unknown_parameter
+from baton.deploy.json_bodies import parse, refusal
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
 MAX_STOP_STRINGS = 16
@@ -160,25 +160,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
-    fields = decode_object(body)
-    known = set(kind.__struct_fields__)
-    for name in [name for name in fields if name not in known]:
-        _refuse_unless_neutral(name, fields.pop(name), known)
-    request = convert(fields, kind)
+    request = parse(kind, body, _NEUTRAL)
     if request.stream_options is not None and not request.stream:
         raise refusal("stream_options", "needs stream: true")
     if isinstance(request, ChatRequest):
         _check_chat(request)
     return request
-
-
-def _refuse_unless_neutral(name: str, value: Any, known: set[str]) -> None:
-    if name not in _NEUTRAL:
-        raise unknown_parameter(name, known)
-    # 1 == True in Python, but {"best_of": true} asks for something else than {"best_of": 1}.
-    neutral = any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in _NEUTRAL[name])
-    if value is not None and not neutral:
-        raise refusal(name, "not supported by Baton (leave it out)")
 
 
 def _check_chat(request: ChatRequest) -> None:

@@ -5,14 +5,16 @@ Owns: `Tokenizer` and its two kinds: a model's own, and the bytes of the fake mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast, final
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, final
 
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
 from baton.common.errors import ConfigError, ErrorCode, RequestError
 from baton.common.kv.layout import Component, KvLayout
+from baton.deploy.json_bodies import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,10 +23,14 @@ FAKE_MAX_POSITIONS = 8192
 FAKE_BYTES_PER_TOKEN = 16
 _BYTES = 256
 _FAKE_END = FAKE_VOCAB_SIZE - 1
+_FAKE_SPECIAL = (b"<begin>", b"<end>")
+
+_ASIDE_CHARS = 4096  # longer texts are tokenized on another thread: the loop has streams to serve
+_TextT = TypeVar("_TextT")
 
 
 class Tokenizer(Protocol):
-    """What the gateway asks of a tokenizer. `decode` leaves special tokens out; `token_text` shows them."""
+    """What the gateway asks of a tokenizer. `decode` leaves special tokens out; the others show them."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -34,6 +40,8 @@ class Tokenizer(Protocol):
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -55,8 +63,12 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < _BYTES).decode("utf-8", errors="replace")
 
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        shown = (bytes([token]) if token < _BYTES else _FAKE_SPECIAL[token - _BYTES] for token in token_ids)
+        return b"".join(shown).decode("utf-8", errors="replace")
+
     def token_text(self, token_id: int) -> str:
-        return self.decode([token_id]) if token_id < _BYTES else ("<begin>", "<end>")[token_id - _BYTES]
+        return self.decode_with_special([token_id])
 
 
 @final
@@ -95,10 +107,19 @@ class ModelTokenizer:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False),
         )
 
-    def token_text(self, token_id: int) -> str:
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
         return cast(
-            str, self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            str,
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode_with_special([token_id])
+
+
+async def encode_aside(chars: int, encode: Callable[[_TextT], list[int]], text: _TextT) -> list[int]:
+    """`encode(text)`, of so many characters, without keeping the loop."""
+    return await asyncio.to_thread(encode, text) if chars > _ASIDE_CHARS else encode(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +149,19 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     thinking_token_id: int = -1  # whose answers are not cached; -1: all are
+
+    def check_name(self, asked: str) -> None:
+        """Raises RequestError MODEL_NOT_FOUND for another model's."""
+        if asked != self.name:
+            reason = f"model {shorten(repr(asked))} is not served here; {self.name!r} is"
+            raise RequestError(ErrorCode.MODEL_NOT_FOUND, reason, "model")
+
+    def strange_token(self, tokens: Sequence[int]) -> str | None:
+        """Which token is none of the model's, in words."""
+        at = next((at for at, token in enumerate(tokens) if token >= self.vocab_size), None)
+        if at is None:
+            return None
+        return f"token {at} is {tokens[at]}, which is not in the vocabulary of {self.vocab_size} tokens"
 
 
 def load_served_model(config: ClusterConfig) -> ServedModel:

@@ -59,6 +59,24 @@ def test_a_bad_parameter_is_named(served: Served, fields: dict[str, Any], param:
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "status"),
+    [
+        ("/tokenize", {}, "prompt", 400),
+        ("/tokenize", {"prompt": 5}, "prompt", 400),
+        ("/tokenize", {"prompt": "x", "modle": "fake"}, "modle", 400),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model", 404),
+        ("/tokenize", {"messages": [{"role": "wizard", "content": ""}]}, "messages[0].role", 400),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens", 400),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]", 400),
+        ("/detokenize", {"tokens": [1, 258]}, "tokens", 400),
+        ("/detokenize", {"model": "other", "tokens": []}, "model", 404),
+    ],
+)
+def test_what_cannot_be_tokenized(served: Served, path: str, fields: dict[str, Any], param: str, status: int) -> None:
+    assert error_of(served.http.post(path, json=fields), status)["param"] == param
+
+
 def test_sessions_are_their_owners(served: Served) -> None:
     mine, theirs = ({"Authorization": f"Bearer {who}"} for who in ("me", "them"))
     opened = served.http.post("/v1/sessions", headers=mine)
@@ -124,6 +142,7 @@ def test_a_body_that_is_too_big(served: Served) -> None:
             yield b"x" * 10_000
 
     error_of(served.http.post("/v1/completions", content=parts()), 413)
+    error_of(served.http.post("/tokenize", content=b" " * 200_000), 413)
     assert complete(served).status_code == 200
 
 

@@ -229,6 +229,40 @@ def test_models_version_and_probes(served: Served, client: openai.OpenAI) -> Non
         assert served.http.get(f"/{path}").status_code == 200
 
 
+def test_a_model_by_its_name(served: Served, client: openai.OpenAI) -> None:
+    assert client.models.retrieve("fake") == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other/one")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_tokenize_and_detokenize(served: Served) -> None:
+    text = post(served, "/tokenize", prompt="hi €", return_token_strs=True).json()
+    tokens = list("hi €".encode())
+    assert text["tokens"] == tokens
+    assert (text["count"], text["max_model_len"]) == (6, MAX_MODEL_LEN)
+    assert text["token_strs"][:3] == ["h", "i", " "]
+    chat = post(served, "/tokenize", messages=CHAT, add_generation_prompt=True).json()
+    assert bytes(chat["tokens"]) == b"user: hi\nassistant: "
+    assert chat["token_strs"] is None
+    assert post(served, "/detokenize", tokens=[*tokens, 257]).json() == {"prompt": "hi €<end>"}
+    assert post(served, "/v1/chat/completions", messages=CHAT).json()["usage"]["prompt_tokens"] == chat["count"]
+
+
+def test_the_openapi_document_has_the_bodies(served: Served) -> None:
+    document = served.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/detokenize"):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["$ref"].removeprefix("#/components/schemas/") in schemas
+    assert schemas["ChatRequest"]["properties"]["temperature"]["anyOf"][0] == {
+        "type": "number",
+        "minimum": 0,
+        "maximum": 100,
+    }
+    assert "/openapi.json" in served.http.get("/docs").text
+
+
 def test_metrics_count_every_prompt_token_once(served: Served) -> None:
     def prompt_tokens() -> dict[str, float]:
         lines = served.http.get("/metrics").text.splitlines()
