@@ -208,10 +208,10 @@ class _Peer:
         self.held: dict[HandoffKey, _Held] = {}
         self.give_up = spec.give_up
         self._pipe = pipe
-        self._inbox: queue.SimpleQueue[tuple[object, float]] = queue.SimpleQueue()  # with the stalls until then
+        self._inbox: queue.SimpleQueue[tuple[object, float, float]] = queue.SimpleQueue()  # when; stalls until then
         self._ends: list[End] = []
         self._stalled_s, self._turned_s = 0.0, time.monotonic()
-        self._stalled_before_s = 0.0  # when what is being looked at came
+        self._came_s, self._stalled_before_s = 0.0, 0.0  # when what is being looked at was told
         self._trap = _Sprung(spec.trap)
         self._mesh: ChaosMesh | None = None
         self.io = IoThread(
@@ -233,9 +233,9 @@ class _Peer:
         self._pipe.send(Ready())
         while True:
             try:
-                item, self._stalled_before_s = self._inbox.get(timeout=TURN_S)
+                item, self._came_s, self._stalled_before_s = self._inbox.get(timeout=TURN_S)
             except queue.Empty:
-                item, self._stalled_before_s = None, self._stalled_s
+                item, self._came_s, self._stalled_before_s = None, time.monotonic(), self._stalled_s
             now = time.monotonic()
             gap_s, self._turned_s = now - self._turned_s, now
             self._stalled_s += gap_s if gap_s > STALL_S else 0.0
@@ -272,9 +272,10 @@ class _Peer:
         held = self.held[key] = _Held(key, start, total, peer, lent, deadline_s, self._stalled_before_s)
         return held
 
-    def late_s(self, held: _Held, now: float) -> float:
+    def late_s(self, held: _Held) -> float:
+        """Of what is being looked at. How long it then waited in line here is this peer's own affair."""
         stalled_s = self._stalled_s - held.stalled_before_s
-        return max(0.0, now - held.deadline_s - stalled_s - MARGIN_S)
+        return max(0.0, self._came_s - held.deadline_s - stalled_s - MARGIN_S)
 
     def ended(self, held: _Held, failure: Failure | None, lane: str, nbytes: int, wrong: int, late_s: float) -> None:
         del self.held[held.key]
@@ -298,7 +299,7 @@ class _Peer:
         return Lanes(lanes.staged, pull, lanes.direct)
 
     def _deliver(self, item: object) -> None:
-        self._inbox.put((item, self._stalled_s))
+        self._inbox.put((item, time.monotonic(), self._stalled_s))
 
     def _hear(self) -> None:
         while True:
@@ -365,12 +366,12 @@ class Sink(_Peer):
                 held = self.held[item.key]
                 wrong = sum(self.pages.wrong(held.key, one, held.lent) for one in self.segments(held))
                 wrong += not {item.result.first_token, held.early_token} <= {FIRST_TOKEN, -1}
-                self.ended(held, None, item.lane, item.nbytes, wrong, self.late_s(held, now))
+                self.ended(held, None, item.lane, item.nbytes, wrong, self.late_s(held))
             case SinkFailed():
                 held = self.held[item.key]
                 landed = item.landed_until - held.start
                 assert landed == 0, "of a model with a state nothing is of use alone"
-                self.ended(held, item.failure, item.lane, item.nbytes, 0, self.late_s(held, now))
+                self.ended(held, item.failure, item.lane, item.nbytes, 0, self.late_s(held))
                 if item.failure.code == ErrorCode.NO_WORKER:
                     self._shunned_until_s[item.peer] = now + SHUN_S
                 if held.key.attempt < 3 and self.random.random() < 0.5:
@@ -452,14 +453,14 @@ class Source(_Peer):
                 held = self.held.get(item.key)
                 if held is None:
                     return  # refused for want of pages
-                late_s = 0.0 if held.told or held.aborted else self.late_s(held, now)
+                late_s = 0.0 if held.told or held.aborted else self.late_s(held)
                 self.ended(held, item.failure, "", 0, 0, late_s)
             case SourceStopping():
                 held = self.held[item.key]
                 assert not held.told, "told twice"
                 held.told = True
                 held.pieces.clear()
-                late_s = self.late_s(held, now)
+                late_s = self.late_s(held)
                 assert late_s == 0.0, f"heard of the end {late_s} s late"
             case MembershipView() | FromPeer():
                 pass
