@@ -29,7 +29,7 @@ from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway, new_request_id
-from baton.deploy.openai_answers import Answering, answer_json, answer_stream, prepare
+from baton.deploy.openai_answers import answer_json, answer_stream, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
     ErrorDetail,
@@ -41,6 +41,8 @@ from baton.deploy.openai_replies import (
     http_error,
 )
 from baton.deploy.openapi import body_of, with_schemas
+from baton.deploy.responses_answers import prepare_response, respond, respond_stream
+from baton.deploy.responses_api import ResponsesRequest, parse_responses_request
 from baton.deploy.tokenize_api import DetokenizeRequest, TokenizeChat, TokenizePrompt, detokenize, tokenize
 
 CLIENT_CLOSED_REQUEST = 499
@@ -49,6 +51,8 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 _log = EventLog("baton.http")
 ResultT = TypeVar("ResultT")
+_Answer = Callable[[bytes, str, str], Coroutine[Any, Any, Response]]
+"""Of a body, under our name for the request, to whoever asks."""
 
 
 class _BodyTooBig(Exception):
@@ -73,7 +77,8 @@ class HttpApi:
         app = FastAPI(title="Baton", version=self._gateway.version, docs_url="/docs", redoc_url=None)
         app.openapi = partial(self._openapi, app)  # type: ignore[method-assign]  # as FastAPI documents it
         for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
-            self._add_post(app, path, self._generation(path, kind), kind)
+            self._add_post(app, path, self._generation(path, partial(self._complete, kind)), kind)
+        self._add_post(app, "/v1/responses", self._generation("/v1/responses", self._respond), ResponsesRequest)
         self._add_post(app, "/tokenize", self.tokenize, TokenizePrompt, TokenizeChat)
         self._add_post(app, "/detokenize", self.detokenize, DetokenizeRequest)
         pages: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -114,15 +119,13 @@ class HttpApi:
 
     # ------------------------------------------------------------------------------------------- answers
 
-    def _generation(
-        self, path: str, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _generation(self, path: str, answer: _Answer) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             """An answer, or, with `stream`, server-sent events."""
             request_id = new_request_id()
             try:
                 body = await self._read_body(request)
-                response = await _unless_gone(request, self._answer(kind, body, request_id, _owner(request)))
+                response = await _unless_gone(request, answer(body, request_id, _owner(request)))
             except RequestError as error:
                 response = _error_response(error)
             except _BodyTooBig as error:
@@ -135,7 +138,7 @@ class HttpApi:
 
         return handle
 
-    async def _answer(
+    async def _complete(
         self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str, owner: str
     ) -> Response:
         request = parse_request(kind, body)
@@ -143,7 +146,15 @@ class HttpApi:
         if not request.stream:
             reply, timing = await answer_json(answering)
             return _json(reply, 200, {"Server-Timing": timing})
-        return await _streaming(answering)
+        return await _streaming(answer_stream(answering))
+
+    async def _respond(self, body: bytes, request_id: str, owner: str) -> Response:
+        request = parse_responses_request(body)
+        responding = await prepare_response(self._gateway, request, request_id, owner, self._request_timeout_s)
+        if not request.stream:
+            reply, timing = await respond(responding)
+            return _json(reply, 200, {"Server-Timing": timing})
+        return await _streaming(respond_stream(responding))
 
     async def _read_body(self, request: Request) -> bytes:
         declared = request.headers.get("content-length", "0")
@@ -262,8 +273,7 @@ def _owner(request: Request) -> str:
     return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
-async def _streaming(answering: Answering) -> Response:
-    events = answer_stream(answering)
+async def _streaming(events: AsyncGenerator[bytes, None]) -> Response:
     first = await anext(events)
 
     async def body() -> AsyncGenerator[bytes, None]:

@@ -133,7 +133,9 @@ async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionReque
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class WholeAnswer:
+    """One choice, from its first to its last token."""
+
     text: str
     logprobs: list[NamedLogprob]
     end: AnswerEnd
@@ -141,39 +143,40 @@ class _Whole:
 
 async def answer_json(answering: Answering) -> tuple[Completion, str]:
     """(the response, its Server-Timing header). The first choice that fails fails the request and ends the others."""
-    tasks = [asyncio.create_task(_collect(answering, index)) for index in range(len(answering.choices))]
+    tasks = [asyncio.create_task(collect_answer(answering, index)) for index in range(len(answering.choices))]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    extensions = [_extension(answering, index, whole.end) for index, whole in enumerate(answers)]
+    extensions = [extension_of(answering, index, whole.end) for index, whole in enumerate(answers)]
     reply = Completion(
         id=_answer_id(answering),
         object="chat.completion" if answering.is_chat else "text_completion",
         created=answering.created,
         model=answering.gateway.model.name,
         choices=_choices(answering, answers),
-        usage=_usage(answering, {index: whole.end for index, whole in enumerate(answers)}),
+        usage=usage_of_choices(answering, {index: whole.end for index, whole in enumerate(answers)}),
         baton=extensions[0] if len(extensions) == 1 else extensions,
     )
     return reply, server_timing(max(extensions, key=lambda extension: extension.total_s))
 
 
-async def _collect(answering: Answering, index: int) -> _Whole:
+async def collect_answer(answering: Answering, index: int) -> WholeAnswer:
+    """One choice. Raises RequestError."""
     parts: list[str] = []
     logprobs: list[NamedLogprob] = []
     async with aclosing(answering.events(index)) as events:
         async for event in events:
             if isinstance(event, AnswerEnd):
-                return _Whole("".join(parts), logprobs, event)
+                return WholeAnswer("".join(parts), logprobs, event)
             parts.append(event.text)
             logprobs += _named_logprobs(answering, event)
     raise AssertionError("an answer ends with AnswerEnd or RequestError")
 
 
-def _choices(answering: Answering, answers: list[_Whole]) -> list[ChatChoice] | list[CompletionChoice]:
+def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoice] | list[CompletionChoice]:
     wanted = answering.request.wanted_logprobs >= 0
     if answering.is_chat:
         return [
@@ -223,7 +226,7 @@ async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
         yield SSE_DONE
         return
     if answering.request.include_usage:
-        yield _chunk(answering, [], _usage(answering, ends))
+        yield _chunk(answering, [], usage_of_choices(answering, ends))
     yield SSE_DONE
 
 
@@ -291,7 +294,7 @@ def _delta_chunk(answering: Answering, index: int, event: AnswerDelta, offset: i
 
 def _last_chunk(answering: Answering, index: int, end: AnswerEnd) -> bytes:
     """The chunk with the finish reason carries the `baton` extension."""
-    extension = _extension(answering, index, end)
+    extension = extension_of(answering, index, end)
     if answering.is_chat:
         last = ChatChunkChoice(index=index, delta=Delta(), finish_reason=end.finish_reason)
         return _chunk(answering, [last], extension=extension)
@@ -306,7 +309,7 @@ def _answer_id(answering: Answering) -> str:
     return f"{'chatcmpl' if answering.is_chat else 'cmpl'}-{answering.request_id}"
 
 
-def _usage(answering: Answering, ends: dict[int, AnswerEnd]) -> Usage:
+def usage_of_choices(answering: Answering, ends: dict[int, AnswerEnd]) -> Usage:
     """Each prompt counts once, as its first choice found it; the others may have found what that one computed."""
     firsts = [ends[index] for index in range(0, len(ends), answering.per_prompt)]
     return usage_of(
@@ -316,7 +319,7 @@ def _usage(answering: Answering, ends: dict[int, AnswerEnd]) -> Usage:
     )
 
 
-def _extension(answering: Answering, index: int, end: AnswerEnd) -> BatonExtension:
+def extension_of(answering: Answering, index: int, end: AnswerEnd) -> BatonExtension:
     return BatonExtension(
         request_id=answering.choices[index].request_id,
         ttft_s=end.ttft_s,

@@ -23,6 +23,7 @@ MAX_CHOICES = 128
 """In one answer: prompts times `n`."""
 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -32,11 +33,10 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share. None is "not given"."""
+class Sampled(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all endpoints that generate share. None is "not given"."""
 
     model: str
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
@@ -45,13 +45,11 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     session_id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     priority: Priority | None = None
@@ -62,6 +60,14 @@ class _Generation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of completions share."""
+
+    max_tokens: TokenCount | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -84,9 +90,9 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
         return {"role": role, "content": text}
 
 
-class ChatRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -100,7 +106,7 @@ class ChatRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
-class CompletionRequest(_Generation, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
