@@ -228,7 +228,7 @@ class SimDataPlane:
             return
         units, component = self._units_of(effect), effect.chunk.component
         if len(data) != effect.chunk.nbytes or xxhash.xxh3_64_intdigest(data) != effect.chunk.digest:
-            self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+            self._end_damaged(effect)
             return
         self._host.assert_writable(effect.key, component, self._pages(component, units))
         self.stretch(effect.chunk)[units] = np.frombuffer(data, dtype=np.uint8).reshape(len(units), -1)
@@ -264,8 +264,9 @@ class SimDataPlane:
         pool[units] = source.data.stretch(effect.chunk)[source_units]
         if self._schedule.rng.random() < self._network.faults.region_damaged:
             pool[units[0], 0] ^= 1
+            self._network.damaged.add(effect.tag)
         if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
-            self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+            self._end_damaged(effect)
         else:
             self._end_landing(effect, self._landed(effect, effect.chunk.nbytes))
 
@@ -281,6 +282,11 @@ class SimDataPlane:
         self._host.answer(event)
         for granted in self._prepare_waiting():
             self._host.answer(granted)
+
+    def _end_damaged(self, effect: LandRegion) -> None:
+        """Only what the world has damaged may be: else the bytes have changed between the digest and the reading."""
+        assert effect.tag in self._network.damaged, f"region {effect.chunk.seq} of {effect.key} changed on its way"
+        self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
 
     def _units_of(self, effect: LandRegion) -> np.ndarray:
         chunk = effect.chunk
@@ -316,6 +322,7 @@ class SimDataPlane:
         rng, faults = self._schedule.rng, self._network.faults
         if faults.region_damaged and rng.random() < faults.region_damaged:
             data = bytes([data[0] ^ 1]) + data[1:]
+            self._network.damaged.add(effect.tag)
         if faults.region_lost and rng.random() < faults.region_lost:
             return
 
@@ -349,6 +356,7 @@ class SimDataPlane:
         data = self.stretch(effect.span)[units].tobytes()
         if faults.region_damaged and rng.random() < faults.region_damaged:
             data = bytes([data[0] ^ 1]) + data[1:]
+            self._network.damaged.add(effect.tag)
         work_s = self._work_s(len(data)) / effect.span.units
 
         def arrive(receiver: Receiver) -> None:
@@ -377,7 +385,7 @@ class SimDataPlane:
         pool[units[at]] = np.frombuffer(data, dtype=np.uint8)
         if at + 1 == len(units):
             if xxhash.xxh3_64_intdigest(pool[units].tobytes()) != effect.chunk.digest:
-                self._end_landing(effect, RegionDamaged(effect.key, effect.chunk.seq))
+                self._end_damaged(effect)
             else:
                 self._end_landing(effect, self._landed(effect, effect.chunk.nbytes))
 

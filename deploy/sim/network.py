@@ -47,6 +47,7 @@ class Network:
     ) -> None:
         self._schedule = schedule
         self.faults = faults
+        self.damaged: set[int] = set()  # tags of regions that were
         self._seat = seat
         self._probe = probe
         self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay

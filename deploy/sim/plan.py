@@ -65,7 +65,9 @@ class Plan:
     def _enter(self, prompt: npt.NDArray[np.int32], max_tokens: int, at_s: float, logprobs: int = -1) -> ClientRequest:
         number = len(self.requests)
         sampling = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens, logprobs=logprobs)
-        request = ClientRequest(RequestId(f"r{number}"), prompt, sampling, None)
+        return self.enter(ClientRequest(RequestId(f"r{number}"), prompt, sampling, None), at_s)
+
+    def enter(self, request: ClientRequest, at_s: float) -> ClientRequest:
         self.requests.append(request)
         self.world.clients.planned += 1
         self.world.schedule.at(at_s, lambda: self.world.submit(request))

@@ -41,6 +41,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         *output.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,
+        resume.session_that_was_edited,
         resume.crash_mid_return,
         resume.returns_under_churn,
     )

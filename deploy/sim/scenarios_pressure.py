@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
+from baton.common.config import DecodeConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
 from baton.common.ids import HandoffKey, RequestId
 from baton.common.kv.tiers.api import StorePages
@@ -14,7 +14,7 @@ from baton.common.messages import Output
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, second_of, worker_of
 from baton.deploy.sim.world import World
-from baton.transfer.api import AbortSink, OpenSink, SinkCommitted, SinkFailed
+from baton.transfer.api import AbortSink, OpenSink, ShipRegion, SinkCommitted, SinkFailed
 from baton.transfer.session.effects import LandRegion
 
 
@@ -173,6 +173,28 @@ def swa_double_free_with_drafts(seed: int) -> Scenario:
     return plan.ready("a window had moved on", "and its request was aborted", "somebody was pushed back")
 
 
+def shipped_by_layers(seed: int) -> Scenario:
+    """The same prompt three times in one step, each leaving by layers while it is computed: what is read stays where it
+    is, though the tree takes only one of them; and no layer leaves before it is there."""
+    prefill = PrefillConfig(chunk_tokens=128, layer_groups=4)
+    settings = replace(BASE, prefill=1, layers=4, bytes_per_token=32, pull_lane=1.0, region_s=0.1, step=StepCost(1.0))
+    plan = Plan(replace(settings, prefill_config=prefill), seed)
+    for salt in range(3):
+        (prompt,) = plan.turns(1, first=30, more=0, salt=salt)
+        plan.conversation([prompt] * 3, every_s=0.0)
+    parts: set[HandoffKey] = set()
+
+    def look(world: World, details: object) -> None:
+        command = second_of(details)
+        if isinstance(command, ShipRegion) and command.parts > 1:
+            parts.add(command.key)
+        if len(parts) > 2:
+            plan.note("several left by layers at a time")
+
+    plan.world.on("command", look)
+    return plan.ready("several left by layers at a time")
+
+
 def direct_lane_cut_mid_region(seed: int) -> Scenario:
     """A lane from page to page has half of a region in its pages when the hand-off is given up: nothing more is written
     once others have them."""
@@ -212,5 +234,6 @@ SCENARIOS = (
     buffer_full_mid_prefill,
     retracted_then_aborted,
     swa_double_free_with_drafts,
+    shipped_by_layers,
     direct_lane_cut_mid_region,
 )

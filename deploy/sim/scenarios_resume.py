@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from baton.common.config import PrefillConfig
-from baton.common.engine.fake_runner import StepCost
-from baton.common.ids import HandoffKey, RequestId
+import numpy as np
+
+from baton.common.config import DecodeConfig, PrefillConfig
+from baton.common.engine.fake_runner import StepCost, fake_answer
+from baton.common.ids import HandoffKey, RequestId, SessionId
+from baton.common.messages import SamplingParams
+from baton.deploy.sim.clients import ClientRequest
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
 from baton.deploy.sim.settings import LinkFaults, WorldSettings
 from baton.deploy.sim.world import Report, World
@@ -157,6 +161,35 @@ def returns_under_churn(seed: int) -> Scenario:
     scenario = plan.ready("a return was under way")
     plan.world.calm_s = FIRST_S + 3.0 * TURNS
     return scenario
+
+
+def session_that_was_edited(seed: int) -> Scenario:
+    """The next turn of a session leaves what was said in the middle of the answer: what both have is used, and not a
+    token of what differs."""
+    decode = DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=16, max_sessions=4, session_ttl_s=2.0)
+    plan = Plan(replace(BASE, decode=1, decode_pages=64, decode_config=decode), seed)
+    session = SessionId("s0")
+    (prompt,) = plan.turns(1, first=21 + seed % 4, more=0)
+    sampling = SamplingParams(temperature=0.7, seed=1, max_tokens=12)
+    said = fake_answer(prompt, sampling, plan.world.settings.max_context_len).tokens
+    changed = (said[7] + 1) % 258
+    edited = np.concatenate([prompt, said[:7], [changed, *said[8:]], [5, 6, 7]]).astype(np.int32)
+    for turn, asked in enumerate((prompt, edited)):
+        request = ClientRequest(RequestId(f"t{turn}"), asked, sampling, None, session, begins_session=not turn)
+        plan.enter(request, FIRST_S + 1.0 * turn)
+    scenario = plan.ready()
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        timeline = plan.requests[1].ended.timeline if plan.requests[1].ended is not None else None
+        most = len(prompt) + 7
+        must(timeline is not None and timeline.cached_tokens, "the session was not gone on with")
+        assert timeline is not None
+        assert timeline.cached_tokens <= most, (
+            f"{timeline.cached_tokens} tokens of the session, where {most} are shared"
+        )
+
+    return Scenario(plan.world, reached)
 
 
 def _conversation(settings: WorldSettings, seed: int) -> Plan:

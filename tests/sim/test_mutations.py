@@ -6,8 +6,12 @@ A simulator that passes everything proves nothing. Each mutation is a bug that a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from itertools import product
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice, product
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,12 +21,15 @@ from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
+from baton.common.kv.window import SlidingWindow
 from baton.decode.answers import Answers
 from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
 from baton.decode.request import Done, Incoming, Restoring
 from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
+from baton.decode.sessions import Sessions
+from baton.deploy.controller_core import ControllerCore, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -34,28 +41,42 @@ from baton.prefill.returning import Returns as PrefillReturns
 from baton.prefill.shipping import Shipping
 from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
-from baton.transfer.session.effects import Landed
+from baton.transfer.session import sink, source
+from baton.transfer.session.effects import EngineEvent, Landed
+from baton.transfer.session.sink_states import Receiving
 from baton.transfer.session.step import PeerDead
 
 SCENARIO_SEEDS = 3  # as many as the ordinary run has
-SEEDS = 300
+MOST_WORLDS = 5000
+DOCUMENT = Path(__file__).parents[2] / "docs" / "TESTING.md"
 
 
-def noticed() -> str:
-    """Which scenario or seed fails first, and how. A scenario that misses its danger has not noticed anything."""
+class Noticed(NamedTuple):
+    """`worlds`: how many were run until one failed."""
+
+    worlds: int
+    where: str
+    how: str
+
+
+def worlds() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The named scenarios as often as the ordinary run has them, then random worlds."""
     for seed, name in product(range(SCENARIO_SEEDS), SCENARIOS):
+        yield f"{name} {seed}", partial(run_scenario, name, seed)
+    for seed in count():
+        yield f"seed {seed}", partial(run_seed, seed)
+
+
+def noticed() -> Noticed | None:
+    """Which world fails first, and how. A scenario that misses its danger has not noticed anything."""
+    for number, (where, run) in enumerate(islice(worlds(), MOST_WORLDS), start=1):
         try:
-            run_scenario(name, seed)
+            run()
         except DangerMissed:
             continue
         except Exception as error:  # noqa: BLE001 - any failure is a finding
-            return f"{name} {seed}: {type(error).__name__}: {error}"
-    for seed in range(SEEDS):
-        try:
-            run_seed(seed)
-        except Exception as error:  # noqa: BLE001 - any failure is a finding
-            return f"seed {seed}: {type(error).__name__}: {error}"
-    return ""
+            return Noticed(number, where, f"{type(error).__name__}: {error}")
+    return None
 
 
 def free_on_abort_without_fence(patch):
@@ -329,6 +350,102 @@ def trust_what_was_asked_back(patch):
     patch.setattr(PrefillReturns, "end", mutated)
 
 
+def start_again_what_was_cancelled(patch):
+    """No memory of what is over: a late Submit starts it once more."""
+    patch.setattr(Outbox, "is_buried", lambda self, key, now: False)
+
+
+def count_a_page_too_many(patch):
+    """A hand-off that failed counts one page more than has landed."""
+    failed = sink.sink_failed
+
+    def mutated(order, failure, peer_lost, lane, arrivals, rules):
+        told = failed(order, failure, peer_lost, lane, arrivals, rules)
+        until = min(order.total, told.event.landed_until + rules.page_size)
+        return EngineEvent(msgspec.structs.replace(told.event, landed_until=until))
+
+    patch.setattr(sink, "sink_failed", mutated)
+
+
+def promise_a_slot_too_many(patch):
+    """The receiver gives credit for one region more than it has slots."""
+    patch.setattr(Receiving, "credit", property(lambda self: self.offer.credit + self.arrivals.slots + 1))
+
+
+def announce_regions_once(patch):
+    """A Chunk that was lost is not sent again."""
+    patch.setattr(source, "unacked", lambda state: ())
+
+
+def say_once_that_all_has_landed(patch):
+    """A Commit that was lost is not sent again."""
+    committed = sink._committed
+    patch.setattr(sink, "_committed", lambda state, event: msgspec.structs.replace(committed(state, event), effects=()))
+
+
+def begin_the_answer_again(patch):
+    """A new placement is not told what the client has already."""
+    send = GatewayCore._send_submit
+
+    def mutated(self, request, *rest):
+        outputs, request.outputs = request.outputs, []
+        send(self, request, *rest)
+        request.outputs = outputs
+
+    patch.setattr(GatewayCore, "_send_submit", mutated)
+
+
+def believe_frames_for_a_predecessor(patch):
+    """An endpoint does not look whom a frame is for."""
+    on_frame = Endpoint.on_frame
+
+    def mutated(self, frame, now):
+        return on_frame(self, msgspec.structs.replace(frame, dst_epoch=self._stamp.epoch), now)
+
+    patch.setattr(Endpoint, "on_frame", mutated)
+
+
+def go_on_behind_what_differs(patch):
+    """A turn that leaves its conversation finds one token more in the session than it shares with it."""
+    reusable = Sessions.reusable
+
+    def mutated(self, slot, tokens):
+        found = reusable(self, slot, tokens)
+        return found + (0 < found < min(len(tokens), slot.record.kv_committed_len))
+
+    patch.setattr(Sessions, "reusable", mutated)
+
+
+def restore_under_other_names(patch):
+    """A tier is asked for the right pages in the wrong order."""
+    begin = Restores.begin
+
+    def mutated(self, request, now):
+        command = begin(self, request, now)
+        return command and dataclasses.replace(command, keys=command.keys[::-1])
+
+    patch.setattr(Restores, "begin", mutated)
+
+
+def free_a_page_of_the_window(patch):
+    """What slides out of sight is freed a page too early."""
+    free = SlidingWindow.free_out_of_window
+    patch.setattr(
+        SlidingWindow, "free_out_of_window", lambda self, record, known: free(self, record, known + self._page_size)
+    )
+
+
+def start_a_successor_without_proof(patch):
+    """The controller fills a seat before its process is proven gone."""
+
+    def mutated(self, seat, incarnation, member, reason, now):
+        self._changed = True
+        self._move(seat, Vacant(now), reason)
+        return [KillWorker(seat.spec.worker, incarnation, reason)]
+
+    patch.setattr(ControllerCore, "_kill", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -351,13 +468,37 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_while_a_return_writes,
     go_on_while_pages_are_lent,
     trust_what_was_asked_back,
+    start_again_what_was_cancelled,
+    count_a_page_too_many,
+    promise_a_slot_too_many,
+    announce_regions_once,
+    say_once_that_all_has_landed,
+    begin_the_answer_again,
+    believe_frames_for_a_predecessor,
+    go_on_behind_what_differs,
+    restore_under_other_names,
+    free_a_page_of_the_window,
+    start_a_successor_without_proof,
 ]
+
+
+def told() -> dict[str, int]:
+    """What the document says of each: so many worlds at most."""
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| [^|]* \| (\d+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    return {name: int(most) for name, most in rows}
+
+
+def test_the_document_has_all_mutations() -> None:
+    assert list(told()) == [one.__name__ for one in MUTATIONS]
+    assert max(told().values()) <= MOST_WORLDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.__name__)
 def test_the_world_notices(mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    how = noticed()
-    assert how, "no scenario and no seed noticed"
-    print(f"\n{mutation.__name__} noticed by {how[:200]}")
+    found = noticed()
+    assert found is not None, f"no world of {MOST_WORLDS} noticed"
+    print(f"\n{mutation.__name__}: {found.worlds} worlds, {found.where}: {found.how[:200]}")
+    most = told()[mutation.__name__]
+    assert found.worlds <= most, f"the document says {most} worlds at most, and it took {found.worlds}"
