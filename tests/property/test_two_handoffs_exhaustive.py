@@ -108,8 +108,10 @@ def forked(endpoint: Endpoint) -> Endpoint:
 def _forked(book: SessionBook) -> SessionBook:
     fork = copy.copy(book)
     fork._observe = _nobody_looks
-    for table in ("_states", "_ended", "_unasked", "_timers", "_scheduled"):
+    for table in ("_states", "_ended", "_unasked"):
         setattr(fork, table, copy.copy(getattr(book, table)))
+    fork._timers = copy.copy(book._timers)
+    fork._timers._due, fork._timers._heap = dict(book._timers._due), list(book._timers._heap)
     return fork
 
 
@@ -390,7 +392,7 @@ def _identity(endpoint: Endpoint | None) -> Hashable:
         (frozenset(book._states.items()), tuple(book._ended), tuple(book._unasked), book._forgotten)
         for book in (endpoint._sinks, endpoint._sources)
     )
-    return (endpoint._stamp, endpoint._next_tag, frozenset(endpoint._members.values()), *books)
+    return (endpoint._stamp, endpoint._tags_used, frozenset(endpoint._members.values()), *books)
 
 
 @pytest.mark.parametrize(
