@@ -23,8 +23,13 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	$(BIN)/baton demo
 
+# Two halves at once, a core for each: what is computed alone (its output comes at the end), and what starts processes.
+ALONE := tests/sim tests/property
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" $(ALONE) >$(VENV)/alone.log 2>&1 & alone=$$!; \
+	trap 'kill $$alone' INT TERM; \
+	$(BIN)/python -m pytest -m "not slow" $(ALONE:%=--ignore=%); others=$$?; \
+	wait $$alone; alone=$$?; cat $(VENV)/alone.log; exit $$((others | alone))
 
 check: $(READY)
 	$(BIN)/ruff check .
