@@ -131,18 +131,33 @@ class SimDataPlane:
                 return []
             case FenceSink(key):
                 self._probe("fence_sink", (self._host, key))
-                return [*self._close(key), SinkFenced(key)]
+                return self._fence(lambda: [*self._close(key), SinkFenced(key)])
             case CloseSink(key):
                 return self._close(key)
             case SendRegion():
                 self._host.after(self._work_s(), lambda: self._gathered(effect), "gather")
                 return []
             case FenceSource(key):
-                self._fenced_sources.add(key)
-                self._offered = {tag: offer for tag, offer in self._offered.items() if offer.key != key}
-                return [SourceFenced(key)]
+                return self._fence(lambda: self._fence_source(key))
             case _:
                 assert_never(effect)
+
+    def _fence(self, end: Callable[[], list[DataEvent]]) -> list[DataEvent]:
+        """At once, or when copies that have begun are over: until then they go on."""
+        if self._schedule.rng.random() >= self._settings.late_fences:
+            return end()
+
+        def later() -> None:
+            for event in end():
+                self._host.answer(event)
+
+        self._host.after(self._work_s(), later, "fence")
+        return []
+
+    def _fence_source(self, key: HandoffKey) -> list[DataEvent]:
+        self._fenced_sources.add(key)
+        self._offered = {tag: offer for tag, offer in self._offered.items() if offer.key != key}
+        return [SourceFenced(key)]
 
     # -------------------------------------------------------------------------------------------- sink
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -272,12 +273,12 @@ def first_token_disconnect(seed: int) -> Scenario:
 
 
 def lost_control_frame(seed: int) -> Scenario:
-    """The first copy of every kind of frame is lost, for every process."""
+    """The first copies of every kind of frame are lost, of each hand-off and for each process: one, two or three."""
     plan = Plan(replace(BASE, prefill=1, decode=1), seed)
     for _ in range(3):
         plan.request(30)
     plan.world.faulty = True
-    lost: set[tuple[WorkerId, str]] = set()
+    lost: Counter[tuple[HandoffKey | WorkerId, str]] = Counter()
 
     def delay_s(sender: Stamp, worker: WorkerId, body: Body) -> float:
         if isinstance(body, Heartbeat | Hello | Membership):
@@ -285,20 +286,22 @@ def lost_control_frame(seed: int) -> Scenario:
         kind = type(body).__name__
         if isinstance(body, Output):
             kind += "-last" if body.finish_reason else ""
-        if (worker, kind) in lost:
+        whose = body.key if isinstance(body, HandoffBody) else worker
+        if lost[whose, kind] > seed % 3:
             return 0.0
-        lost.add((worker, kind))
+        lost[whose, kind] += 1
         plan.note(kind)
         return -1.0
 
     def look(world: World, details: object) -> None:
         event = second_of(details)
-        assert not isinstance(event, SinkFailed), f"{event}: what was lost was not sent again"
+        assert not isinstance(event, SinkFailed | SourceAborted), f"{event}: what was lost was not sent again"
         if isinstance(event, SinkCommitted):
             committed[event.key] = world.now
         if isinstance(event, SourceReleased):
             late_s = world.now - committed[event.key]
-            assert late_s < 3 * world.settings.transfer.resend_after_s, f"released {late_s:.1f} s after the commit"
+            most_s = (4 + 3 * (seed % 3)) * world.settings.transfer.resend_after_s
+            assert late_s < most_s, f"released {late_s:.1f} s after the commit"
 
     committed: dict[HandoffKey, float] = {}
     plan.world.on("engine_event", look)

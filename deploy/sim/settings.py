@@ -105,6 +105,8 @@ class WorldSettings:
     aftermath_s: float = 0.0  # how long it goes on when all is at rest: late timers must find nothing to do
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
     clock_drift: float = 0.0  # ... and that they gain or lose in a second
+    late_fences: float = 0.0  # share of fences that wait for copies under way, as where pools are a device's
+    overlapping: bool = False  # engines take events while a step computes; cores allow it, the engine loop does not yet
     start_s: float = 0.4  # most time from start to Hello of a process
     step: StepTimer = field(default_factory=lambda: StepCost(0.004, 0.0002))
     prefill_config: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=16))
@@ -217,6 +219,8 @@ def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool, steady: 
         conversations=rng.choice((0, 1, 3)),
         thinking_token_id=rng.choice((-1, -1, rng.randrange(258))),
         clogs=some(0.3, 3),
+        overlapping=rng.random() < 0.25,
+        late_fences=rng.choice((0.0, 0.0, 0.5, 1.0)),
         hangs=some(0.2, 1),
         cancels=0 if calm else settings.cancels or rng.randint(0, 3),
         storms=0 if calm or rng.random() >= 0.2 else rng.randint(1, 2),

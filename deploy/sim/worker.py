@@ -134,17 +134,15 @@ class WorkerProcess(MemberProcess):
         self._inbox.append(event)
         if self._computing is None:
             self._turn()
+        elif self._settings.overlapping:
+            self._take_events(self.now)
 
     def _turn(self) -> None:
         """Events, due timers, then at most one step; nothing at all while a step is running."""
         if self._computing is not None:
             return
         core, now = self.core, self.now
-        while self._inbox:
-            self._post(core.handle(self._inbox.popleft(), now))
-        due_s = core.next_deadline()
-        if due_s is not None and due_s <= now:
-            self._post(core.on_timer(now))
+        self._take_events(now)
         self._computing = batch = core.next_batch(now)
         self._checker.check(core.records())
         if batch is None:
@@ -156,6 +154,16 @@ class WorkerProcess(MemberProcess):
             share = layers / self._settings.layers
             self.after(cost_s * share, self._layers_over, "layers")
         self.after(cost_s, self._step_over, "step")
+
+    def _take_events(self, now: float) -> None:
+        """And due timers."""
+        core = self.core
+        while self._inbox:
+            self._post(core.handle(self._inbox.popleft(), now))
+        due_s = core.next_deadline()
+        if due_s is not None and due_s <= now:
+            self._post(core.on_timer(now))
+        self._checker.check(core.records())
 
     def _layers_over(self) -> None:
         """The step has come so far: these layers are in the pages, the others are not."""
