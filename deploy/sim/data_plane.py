@@ -144,7 +144,8 @@ class SimDataPlane:
 
     def _fence(self, end: Callable[[], list[DataEvent]]) -> list[DataEvent]:
         """At once, or when copies that have begun are over: until then they go on."""
-        if self._schedule.rng.random() >= self._settings.late_fences:
+        late = self._settings.late_fences
+        if not late or self._schedule.rng.random() >= late:
             return end()
 
         def later() -> None:
