@@ -23,8 +23,8 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	$(BIN)/baton demo
 
-# Two halves at once, a core for each: what is computed alone (its output comes at the end), and what starts processes.
-ALONE := tests/sim tests/property
+# Two halves at once, a core for each: what needs no cluster (its output comes at the end), and what starts processes.
+ALONE := tests/sim tests/property tests/unit
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(ALONE) >$(VENV)/alone.log 2>&1 & alone=$$!; \
 	trap 'kill $$alone' INT TERM; \
