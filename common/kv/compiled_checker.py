@@ -36,7 +36,8 @@ class StepChecker:
         self._holdings = holdings
         self._walk = InvariantChecker()
         self._checks = 0
-        self._tree_held: tuple[int, list[int]] = (-1, [])  # changes and leases of a tree in Python when its rules held
+        # Changes and leases of a tree in Python when its rules held; the leases themselves, as ids are given out again.
+        self._tree_held: tuple[int, list[PrefixLease]] = (-1, [])
         self._tree = _compiled_tree(pool)
         self._memory = _memory_of(pool)
         self._where = byref(self._memory)
@@ -58,7 +59,7 @@ class StepChecker:
         prefix, pool = self._pool.prefix, self._pool
         changes = prefix.changes if isinstance(prefix, UnifiedRadixCache) else self._checks
         leases = [lease for record in records if (lease := record.prefix_lock) is not None]
-        state = changes, [*map(id, leases), *map(id, pool.copying)]
+        state = changes, [*leases, *pool.copying]
         self._walk.check(pool, self._holdings(), tree_too=state != self._tree_held)
         self._tree_held = state
 
