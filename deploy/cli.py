@@ -236,6 +236,49 @@ def plan(
 
 
 @app.command()
+def sim(
+    seed: Annotated[int, typer.Option(min=0, help="The first (or only) seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="How many processes share the seeds.")] = 1,
+    scenario: Annotated[
+        str | None, typer.Option(help="A named world, instead of a random one.", metavar="NAME")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the scenarios, and what each is about.")] = False,
+    traced: Annotated[bool, typer.Option("--trace", help="Replay one seed, and tell all that happens.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --trace: into this file, as JSON lines, and a picture beside it.")
+    ] = None,
+    shrink: Annotated[bool, typer.Option("--shrink", help="What a failing seed fails with, and without.")] = False,
+    without: Annotated[str, typer.Option(help="Parts to leave out, as --shrink prints them: r3,c0,crash1,loss.")] = "",
+) -> None:
+    """Run simulated clusters: the real code under drawn faults, every KV page checked after every event."""
+    from baton.deploy.sim import command
+
+    which = command.Which(scenario, tuple(part for part in without.split(",") if part))
+    which.check()
+    if out is not None and not traced:
+        raise typer.BadParameter("--out needs --trace")
+    if (traced or shrink) and seeds != 1:
+        raise typer.BadParameter("--trace and --shrink are for one seed")
+    if shrink and scenario is not None:
+        raise typer.BadParameter("--shrink makes random worlds small; a scenario is small already")
+    if listed:
+        command.list_scenarios(typer.echo)
+        return
+    if shrink:
+        right = command.make_small(seed, which, typer.echo)
+    elif traced:
+        try:
+            right = command.trace(seed, which, out, typer.echo)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {out}: {error}") from error
+    else:
+        right = command.run_many(range(seed, seed + seeds), which, jobs, typer.echo)
+    if not right:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(f"baton {installed_version('baton-pd')}")

@@ -1,2 +1,2 @@
 """The seeded world: the real cores, sessions and rosters on virtual time, with everything around them simulated and
-made to fail. `python -m baton.deploy.sim --seed N --trace` replays one seed."""
+made to fail. `baton sim --seed N --trace` replays one seed."""

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from baton.decode.outbox import Outbox
-from baton.deploy.sim import __main__ as command_line
+from baton.deploy.cli import run_command
 from baton.deploy.sim.recording import Recording
+from baton.deploy.sim.scenarios import SCENARIOS
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.shrinking import how_it_fails, parts_of, shrink
 from baton.deploy.sim.world import World, run_seed
@@ -70,19 +71,34 @@ def test_a_failure_is_shrunk_to_what_it_takes(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("deaf")
-def test_a_failing_seed_prints_the_line_that_reproduces_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seed = failing_seed()
-    monkeypatch.setattr("sys.argv", ["sim", "--seed", str(seed), "--seeds", "1"])
-    assert command_line.main() == 1
+def test_a_failing_seed_prints_the_line_that_reproduces_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sim", "--seed", str(failing_seed())]) == 1
     line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED: "))
-    command = line.removeprefix("FAILED: python -m baton.deploy.sim ").split("   # ")[0]
-    monkeypatch.setattr("sys.argv", ["sim", *command.split()])
-    assert command_line.main() == 1
+    command = line.removeprefix("FAILED: baton ").split("   # ")[0]
+    assert run_command(command.split()) == 1
+    assert "Traceback" in capsys.readouterr().out
 
 
-def test_a_scenario_is_run_by_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["sim", "--scenario", "half_open", "--seed", "1", "--seeds", "2"])
-    assert command_line.main() == 0
-    assert "2 seeds, 0 failed" in capsys.readouterr().out
+@pytest.mark.usefixtures("deaf")
+def test_what_a_failure_takes_is_printed_as_a_line_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sim", "--shrink", "--seed", str(failing_seed())]) == 1
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert " --without " in command
+    assert run_command(command.removeprefix("baton ").split()) == 1
+
+
+def test_a_scenario_is_run_by_its_name_in_processes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sim", "--scenario", "half_open", "--seed", "1", "--seeds", "22", "--jobs", "2"]) == 0
+    assert "22 seeds, 0 failed" in capsys.readouterr().out
+
+
+def test_an_unknown_scenario_is_refused_with_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sim", "--scenario", "mid_write"]) == 2
+    assert "abort_mid_write" in capsys.readouterr().err
+
+
+def test_every_scenario_is_listed_with_what_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sim", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == sorted(SCENARIOS)
+    assert all(len(about.split()) > 4 for about in lines[1::2])

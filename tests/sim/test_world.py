@@ -17,7 +17,7 @@ def run_or_name(seed: int) -> None:
     try:
         run_seed(seed)
     except Exception as error:  # noqa: BLE001 - any failure is a finding
-        pytest.fail(f"python -m baton.deploy.sim --seed {seed} --trace   # {type(error).__name__}: {error}")
+        pytest.fail(f"baton sim --seed {seed} --trace   # {type(error).__name__}: {error}")
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))

@@ -1,5 +1,5 @@
 """Worlds that failed once, first: each file here is a seed (or a scenario and its seed), what can be left out of it,
-and why it failed. `python -m baton.deploy.sim --seed n --shrink` prints what belongs into one."""
+and why it failed. `baton sim --seed n --shrink` prints what belongs into one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.deploy.sim.__main__ import reproduce
+from baton.deploy.sim.command import Which, reproduce
 from baton.deploy.sim.scenarios import run_scenario
 from baton.deploy.sim.world import run_seed
 
@@ -33,4 +33,6 @@ def test_what_failed_once(path: Path) -> None:
         else:
             run_scenario(one.scenario, one.seed)
     except Exception as error:  # noqa: BLE001 - any failure is a finding
-        pytest.fail(f"{reproduce(one.seed, one.scenario, one.without)}   # {type(error).__name__}: {error}")
+        pytest.fail(
+            f"{reproduce(one.seed, Which(one.scenario, tuple(one.without)))}   # {type(error).__name__}: {error}"
+        )
