@@ -153,6 +153,8 @@ class LivenessConfig:
     restart_backoff_s: float = 1.0  # from the second death in a row on; doubles
     restart_forgiven_after_s: float = 30.0  # a process that served this long starts the count afresh
     max_restarts_per_minute: int = 10  # of one worker
+    drain_deadline_s: float = 120.0  # what runs on a worker that shall be replaced may take so long; then it goes on
+    # elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +343,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("liveness.restart_backoff_s", config.liveness.restart_backoff_s),
         ("liveness.restart_forgiven_after_s", config.liveness.restart_forgiven_after_s),
         ("liveness.max_restarts_per_minute", config.liveness.max_restarts_per_minute),
+        ("liveness.drain_deadline_s", config.liveness.drain_deadline_s),
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),

@@ -43,6 +43,9 @@ Settings = Annotated[
     typer.Option("--set", help="Any setting of common/config.py, as group.name=value. May be repeated.", metavar="K=V"),
 ]
 RayAddress = Annotated[str | None, typer.Option(help="An existing Ray cluster; without: one on this machine.")]
+RunningRay = Annotated[str, typer.Option("--ray-address", help="The Ray that the cluster runs on.")]
+Cluster = Annotated[str, typer.Option(help="Its name, of the setting `cluster`.")]
+Worker = Annotated[str, typer.Argument(help="decode-0, say.")]
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
@@ -171,6 +174,32 @@ def trace(
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error}") from error
     err.print(f"{out}: {len(recorded)} bytes; open it at https://ui.perfetto.dev", markup=False)
+
+
+@app.command()
+def drain(worker: Worker, cluster: Cluster = "baton", ray_address: RunningRay = "auto") -> None:
+    """Replace a worker when it has finished what it runs: it takes nothing new."""
+    _replace_worker(worker, None, cluster, ray_address)
+
+
+@app.command()
+def flip(
+    worker: Worker,
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    cluster: Cluster = "baton",
+    ray_address: RunningRay = "auto",
+) -> None:
+    """Give a worker another role when it has finished what it runs. Its name stays."""
+    _replace_worker(worker, role, cluster, ray_address)
+
+
+def _replace_worker(worker: str, role: str | None, cluster: str, ray_address: str) -> None:
+    from baton.common.ids import WorkerId
+    from baton.deploy.launch import attach
+
+    attach(cluster, ray_address).replace_worker(WorkerId(worker), role)
+    wanted = f" as a {role} worker" if role else ""
+    err.print(f"{worker} takes nothing new; when it has finished what it has, it begins anew{wanted}", markup=False)
 
 
 @app.command()

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,11 +29,13 @@ from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Body, Heartbeat, Load, Member, Membership
 from baton.deploy import ray_side
-from baton.deploy.controller_core import (
-    ControllerCore,
+from baton.deploy.controller_core import ControllerCore
+from baton.deploy.controller_seats import (
+    DrainWorker,
     Effect,
     KillWorker,
     Publish,
+    Refused,
     Reply,
     SeatSpec,
     SeatStatus,
@@ -45,6 +47,8 @@ from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, reg
 
 REBUILD_ANSWER_TIMEOUT_S = 5.0
 """A process that does not answer by then is killed. Answering takes a free thread, also while it loads."""
+ANSWER_TIMEOUT_S = 20.0
+"""For what is asked of the core: behind a rebuild, at most."""
 RAY_THREADS = 8
 MAX_REJECTED_PEERS = 16
 
@@ -53,10 +57,9 @@ _log = EventLog("baton.controller")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One process the cluster shall have: where it is placed and which class it runs."""
+    """One process the cluster shall have, at first in this role, and where it is placed."""
 
     spec: SeatSpec
-    class_path: str
     cores: tuple[int, ...]
     num_cpus: float
 
@@ -69,6 +72,7 @@ class ClusterPlan:
     keys: ClusterKeys | None
     run_dir: str
     seats: tuple[Seat, ...]
+    class_paths: Mapping[str, str]  # of each role: what its processes run
     launched_at_ms: int  # wall clock
 
 
@@ -128,6 +132,18 @@ class ControllerLoop:
         """Begins to end every process; `status().finished` tells when all are proven dead."""
         self._post(lambda now: self._live_core.shut_down(now))
 
+    def replace_worker(self, worker: WorkerId, role: str) -> str:
+        """Why it is not done; "" when the worker has been told to leave."""
+        answer: Future[str] = Future()
+
+        def ask(now: float) -> list[Effect]:
+            found = self._live_core.replace_worker(worker, role, now)
+            answer.set_result(found.reason if isinstance(found, Refused) else "")
+            return [] if isinstance(found, Refused) else found
+
+        self._post(ask)
+        return answer.result(ANSWER_TIMEOUT_S)
+
     # ----------------------------------------------------------------------------- controller thread
 
     def _run(self) -> None:
@@ -170,7 +186,7 @@ class ControllerLoop:
         core = ControllerCore((seat.spec for seat in self._plan.seats), self._config.liveness, first_version, now)
         for view in views:
             for member in view.members:
-                core.note_incarnation(member.stamp.worker, member.stamp.incarnation)
+                core.note_incarnation(member.stamp.worker, member.stamp.incarnation, member.role)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # A seat whose process died unseen may have had any number of incarnations, but not ten in a second.
             for seat in self._plan.seats:
@@ -179,13 +195,15 @@ class ControllerLoop:
             core.note_incarnation(process.worker, process.incarnation)
         # One that has not heard of its own admission yet is a member all the same: others have (C1).
         published = {(one.stamp.worker, one.stamp.incarnation): one for view in views for one in view.members}
+        effects: list[Effect] = []
         for process, report in known:
             known_as = report.member or published.get((process.worker, process.incarnation))
             if known_as is None:
-                core.adopt_starting(process.worker, process.incarnation, now)
+                core.adopt_starting(process.worker, process.incarnation, report.role, now)
             else:
-                core.adopt(known_as, now)
+                effects += core.adopt(known_as, now, leaving=report.draining)
         self._core = core
+        self._carry_out(effects)
         for process, _ in known:
             self._in_pool(self._rejoin, process.worker, process.incarnation)
         _log.info("controller_started", adopted=len(known), version=first_version, address=self._mesh.address)
@@ -200,8 +218,11 @@ class ControllerLoop:
             match effect:
                 case StartWorker():
                     self._in_pool(self._start_process, effect.spec, effect.incarnation)
+                case DrainWorker():
+                    _log.info("drain", worker=effect.worker, incarnation=effect.incarnation)
+                    self._in_pool(self._drain, effect.worker, effect.incarnation, effect.timeout_s)
                 case KillWorker():
-                    _log.warning("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
+                    _log.info("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
                     self._in_pool(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
                 case Publish():
                     self._publish(effect.membership)
@@ -278,11 +299,21 @@ class ControllerLoop:
             run_dir=self._plan.run_dir,
         )
         try:
-            handle = ray_side.create_process(process, seat.class_path, seat.num_cpus)
+            handle = ray_side.create_process(process, self._plan.class_paths[spec.role], seat.num_cpus)
         except (ray.exceptions.RayError, ValueError, ImportError) as error:
             self._on_start_failed(worker, incarnation, str(error))
             return
         self._watch(handle, worker, incarnation)
+
+    def _drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
+        """Its answer is awaited on no thread. One that does not finish in time is killed by the core's own clock."""
+
+        def drained() -> None:
+            self._post(lambda now: self._live_core.on_drained(worker, incarnation, now))
+
+        handle = ray_side.find_process(self._config.cluster, actor_name(worker, incarnation))
+        if handle is not None:  # else its death is noticed
+            ray_side.drain_process(handle, timeout_s, drained)
 
     def _rejoin(self, worker: WorkerId, incarnation: int) -> None:
         """An adopted process hears where the controller is now. One that cannot be told falls silent: replaced."""
@@ -351,6 +382,10 @@ class ControllerActor:
     @in_group(WATCH)
     def wait_status(self, after_revision: int, timeout_s: float) -> ControllerStatus:
         return self._loop.wait_status(after_revision, timeout_s)
+
+    def replace_worker(self, worker: WorkerId, role: str) -> str:
+        """The process there finishes what it has and is succeeded by one of this role. Returns why not, or ""."""
+        return self._loop.replace_worker(worker, role)
 
     def shut_down(self) -> None:
         self._loop.shut_down()

@@ -9,10 +9,12 @@ C1. A stamp leaves the membership only after `on_dead`: the shell has *proven* t
 C2. A seat holds at most one process. A successor is started only after its predecessor is proven dead.
 C3. Incarnations of a seat and versions of the membership only grow, also over a restart of the controller.
 C4. Restarts are bounded: exponential back-off, and at most `max_restarts_per_minute` per seat.
+C5. Nobody is asked to leave while there is no other live worker of its role.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import assert_never
@@ -20,6 +22,26 @@ from typing import assert_never
 from baton.common.config import LivenessConfig
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Body, Heartbeat, Hello, Member, Membership, Reject
+from baton.deploy.controller_seats import (
+    DrainWorker,
+    Effect,
+    Killing,
+    KillWorker,
+    Leaving,
+    Live,
+    Publish,
+    Refused,
+    Reply,
+    Retired,
+    SeatSpec,
+    SeatState,
+    SeatStatus,
+    Starting,
+    StartWorker,
+    Vacant,
+    incarnation_of,
+    member_of,
+)
 
 COMPUTE_ROLES = frozenset({"prefill", "decode"})
 """Roles that exchange KV pages, so their fingerprints must agree."""
@@ -28,109 +50,6 @@ BURST_S = 0.05
 """After news went out, further news waits this long."""
 _RESTART_WINDOW_S = 60.0
 _MAX_BACKOFF_DOUBLINGS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class SeatSpec:
-    """A place in the cluster that is to be filled at all times."""
-
-    worker: WorkerId
-    role: str
-
-
-# ----------------------------------------------------------------------------------------- seat states
-
-
-@dataclass(frozen=True, slots=True)
-class Vacant:
-    """Nobody sits here. A process is started at `start_at_s`."""
-
-    start_at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Starting:
-    """A process was started and has not been admitted yet: it loads its model."""
-
-    incarnation: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Admitted, and a member until proven dead."""
-
-    member: Member
-    since_s: float
-    heard_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Killing:
-    """To be gone, not proven gone. `member` is still published when it was admitted (C1)."""
-
-    incarnation: int
-    member: Member | None
-    reason: str
-    retry_at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """Shut down for good."""
-
-
-SeatState = Vacant | Starting | Live | Killing | Retired
-
-
-# --------------------------------------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Start a process for this seat; report `on_start_failed` or, later, `on_dead`."""
-
-    spec: SeatSpec
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class KillWorker:
-    """Kill the process for sure, then report `on_dead`. Repeated until that report; killing twice is harmless."""
-
-    worker: WorkerId
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Send this view to every member of it."""
-
-    membership: Membership
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer a process that is not (yet) a member."""
-
-    member: Member
-    body: Body
-
-
-Effect = StartWorker | KillWorker | Publish | Reply
-
-
-@dataclass(frozen=True, slots=True)
-class SeatStatus:
-    """What `baton status` shows of one seat."""
-
-    worker: WorkerId
-    role: str
-    state: str
-    incarnation: int
-    detail: str
-    restarts: int
 
 
 @dataclass(slots=True)
@@ -161,30 +80,37 @@ class ControllerCore:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def adopt(self, member: Member, now: float) -> None:
-        """A restarted controller found this live process: it stays a member, without a second admission."""
+    def adopt(self, member: Member, now: float, leaving: bool = False) -> list[Effect]:
+        """A restarted controller found this live process: it stays a member, without a second admission. One that was
+        told to leave still does; what its successor was to become is not known any more, so that keeps its role."""
         seat = self._seats.get(member.stamp.worker)
         if seat is None:
-            return
+            return []
         assert isinstance(seat.state, Vacant), f"{member.stamp.worker} adopted twice"
+        seat.spec = replace(seat.spec, role=member.role)
         seat.last_incarnation = max(seat.last_incarnation, member.stamp.incarnation)
-        self._move(seat, Live(member, since_s=now, heard_s=now), "found alive")
+        live = Live(member, since_s=now, heard_s=now)
+        self._move(seat, live, "found alive")
         self._changed = True
+        return self._ask_to_leave(seat, live, "found leaving", now) if leaving else []
 
-    def adopt_starting(self, worker: WorkerId, incarnation: int, now: float) -> None:
+    def adopt_starting(self, worker: WorkerId, incarnation: int, role: str, now: float) -> None:
         """A restarted controller found this process still loading."""
         seat = self._seats.get(worker)
         if seat is None:
             return
         assert isinstance(seat.state, Vacant), f"{worker} adopted twice"
+        seat.spec = replace(seat.spec, role=role)
         seat.last_incarnation = max(seat.last_incarnation, incarnation)
         self._move(seat, Starting(incarnation, now + self._liveness.start_deadline_s), "found loading")
 
-    def note_incarnation(self, worker: WorkerId, incarnation: int) -> None:
-        """This incarnation was perhaps used once: never give it again, nor a lower one (C3)."""
+    def note_incarnation(self, worker: WorkerId, incarnation: int, role: str = "") -> None:
+        """This incarnation was perhaps used once: never give it again, nor a lower one (C3). Its successor has its
+        role, where that is known."""
         seat = self._seats.get(worker)
-        if seat is not None:
-            seat.last_incarnation = max(seat.last_incarnation, incarnation)
+        if seat is not None and incarnation >= seat.last_incarnation:
+            seat.last_incarnation = incarnation
+            seat.spec = replace(seat.spec, role=role or seat.spec.role)
 
     def on_message(self, sender: Stamp, body: Body, now: float) -> list[Effect]:
         """Hello and Heartbeat; anything else is not for a controller and is ignored."""
@@ -193,7 +119,7 @@ class ControllerCore:
             effects = self._on_hello(body, now)
         elif isinstance(body, Heartbeat):
             seat = self._seats.get(sender.worker)
-            if seat is not None and isinstance(seat.state, Live) and seat.state.member.stamp == sender:
+            if seat is not None and isinstance(seat.state, Live | Leaving) and seat.state.member.stamp == sender:
                 member = _with_load(seat.state.member, body)
                 seat.state = replace(seat.state, member=member, heard_s=now)
         return effects + self._after(now)
@@ -213,17 +139,44 @@ class ControllerCore:
             match seat.state:
                 case Starting() if seat.state.incarnation == incarnation:
                     self._vacate(seat, reason, lived_s=0.0, now=now)
-                case Live() if seat.state.member.stamp.incarnation == incarnation:
+                case Live() | Leaving() if seat.state.member.stamp.incarnation == incarnation:
                     self._changed = True
                     self._vacate(seat, reason, lived_s=now - seat.state.since_s, now=now)
                 case Killing() if seat.state.incarnation == incarnation:
                     self._changed = self._changed or seat.state.member is not None
-                    self._vacate(seat, seat.state.reason, lived_s=0.0, now=now)
-                case Starting() | Live() | Killing() | Vacant() | Retired():
+                    lived_s = math.inf if seat.state.planned else 0.0
+                    self._vacate(seat, seat.state.reason, lived_s, now)
+                case Starting() | Live() | Leaving() | Killing() | Vacant() | Retired():
                     pass  # about a predecessor, or a duplicate
                 case _:
                     assert_never(seat.state)
         return self._after(now)
+
+    def replace_worker(self, worker: WorkerId, role: str, now: float) -> list[Effect] | Refused:
+        """The process in this seat takes nothing new and finishes what it has; its successor has this role, another one
+        or the same."""
+        seat = self._seats.get(worker)
+        if seat is None or seat.spec.role not in COMPUTE_ROLES:
+            known = [str(one) for one, other in self._seats.items() if other.spec.role in COMPUTE_ROLES]
+            return Refused(f"there is no worker {worker!r}: there are {', '.join(known)}")
+        if role not in COMPUTE_ROLES:
+            return Refused(f"no worker can become {role!r}: {' or '.join(sorted(COMPUTE_ROLES))}")
+        if not isinstance(seat.state, Live):
+            return Refused(f"{worker} is {_name_of(seat.state)}: only a live worker can be asked to leave")
+        others = [one for one in self._seats.values() if one is not seat and one.spec.role == seat.spec.role]
+        if not any(isinstance(one.state, Live) for one in others):
+            return Refused(f"{worker} is the only live {seat.spec.role} worker")
+        why = f"drains, to become {role}" if role != seat.spec.role else "drains, to be replaced"
+        seat.spec = replace(seat.spec, role=role)
+        return self._ask_to_leave(seat, seat.state, why, now)
+
+    def on_drained(self, worker: WorkerId, incarnation: int, now: float) -> list[Effect]:
+        """The process that was told to leave has nothing left to do."""
+        seat = self._seats.get(worker)
+        effects: list[Effect] = []
+        if seat is not None and isinstance(seat.state, Leaving) and incarnation_of(seat.state) == incarnation:
+            effects = self._kill(seat, incarnation, seat.state.member, "drained", now, planned=True)
+        return effects + self._after(now)
 
     def shut_down(self, now: float) -> list[Effect]:
         """Ends every process and starts none again. `finished` tells when all are proven dead."""
@@ -231,7 +184,7 @@ class ControllerCore:
         effects: list[Effect] = []
         for seat in self._seats.values():
             match seat.state:
-                case Live():
+                case Live() | Leaving():
                     stamp = seat.state.member.stamp
                     effects += self._kill(seat, stamp.incarnation, seat.state.member, "shutdown", now)
                 case Starting():
@@ -254,11 +207,14 @@ class ControllerCore:
                     effects.append(self._start(seat, now))
                 case Starting() if now >= seat.state.deadline_s:
                     effects += self._kill(seat, seat.state.incarnation, None, "did not become ready in time", now)
-                case Live():
+                case Live() | Leaving():
                     verdict = self._verdict(seat.state, now)
                     if verdict:
                         stamp = seat.state.member.stamp
                         effects += self._kill(seat, stamp.incarnation, seat.state.member, verdict, now)
+                    elif isinstance(seat.state, Leaving) and now >= seat.state.deadline_s:
+                        stamp, late = seat.state.member.stamp, "did not finish in time what it had"
+                        effects += self._kill(seat, stamp.incarnation, seat.state.member, late, now, planned=True)
                 case Killing() if now >= seat.state.retry_at_s:
                     seat.state = replace(seat.state, retry_at_s=now + self._liveness.dead_after_s)
                     effects.append(KillWorker(seat.spec.worker, seat.state.incarnation, seat.state.reason))
@@ -285,6 +241,8 @@ class ControllerCore:
                     due.append(seat.state.deadline_s)
                 case Live():
                     due.append(seat.state.heard_s + self._liveness.dead_after_s)
+                case Leaving():
+                    due.append(min(seat.state.heard_s + self._liveness.dead_after_s, seat.state.deadline_s))
                 case Killing():
                     due.append(seat.state.retry_at_s)
                 case Retired():
@@ -297,16 +255,16 @@ class ControllerCore:
 
     def membership(self) -> Membership:
         """Everyone admitted and not proven dead, in seat order."""
-        members = [member for seat in self._seats.values() if (member := _member_of(seat.state)) is not None]
+        members = [member for seat in self._seats.values() if (member := member_of(seat.state)) is not None]
         return Membership(version=self._version, members=tuple(members))
 
     def status(self) -> list[SeatStatus]:
         return [
             SeatStatus(
                 worker=seat.spec.worker,
-                role=seat.spec.role,
-                state=type(seat.state).__name__.lower(),
-                incarnation=_incarnation_of(seat.state) or seat.last_incarnation,
+                role=member.role if (member := member_of(seat.state)) is not None else seat.spec.role,
+                state=_name_of(seat.state),
+                incarnation=incarnation_of(seat.state) or seat.last_incarnation,
                 detail=seat.last_failure,
                 restarts=seat.restarts,
             )
@@ -331,13 +289,16 @@ class ControllerCore:
         if hello.protocol_version != PROTOCOL_VERSION:
             difference = {"protocol_version": f"{hello.protocol_version} != {PROTOCOL_VERSION}"}
             return self._refuse(seat, member, "another version of Baton", difference, now)
-        if seat is None or seat.spec.role != member.role:
+        if seat is None:
             return self._refuse(None, member, "there is no such seat in this cluster", {}, now)
         match seat.state:
-            case Live() if seat.state.member.stamp == member.stamp:
+            case Live() | Leaving() if seat.state.member.stamp == member.stamp:
                 seat.state = replace(seat.state, heard_s=now)
                 return [Publish(self.membership())]  # it asks again: the first answer was lost
             case Starting() if seat.state.incarnation == member.stamp.incarnation:
+                if member.role != seat.spec.role:
+                    difference = {"role": f"{member.role} != {seat.spec.role}"}
+                    return self._refuse(seat, member, "this seat is for another role", difference, now)
                 differences = self._fingerprint_differences(member)
                 if differences:
                     reason = "its KV pages cannot be exchanged with the others'"
@@ -347,7 +308,7 @@ class ControllerCore:
                 return []
             case Killing() if seat.state.incarnation == member.stamp.incarnation:
                 return []  # its end is decided
-            case Starting() | Live() | Killing() | Vacant() | Retired():
+            case Starting() | Live() | Leaving() | Killing() | Vacant() | Retired():
                 effects = self._refuse(None, member, "superseded by a newer process in this seat", {}, now)
                 return [*effects, KillWorker(member.stamp.worker, member.stamp.incarnation, "superseded")]
             case _:
@@ -367,7 +328,7 @@ class ControllerCore:
         if member.role not in COMPUTE_ROLES:
             return {}
         for seat in self._seats.values():
-            other = _member_of(seat.state)
+            other = member_of(seat.state)
             if other is not None and other.role in COMPUTE_ROLES:
                 ours, theirs = other.fingerprint, member.fingerprint
                 return {
@@ -384,10 +345,10 @@ class ControllerCore:
         self._timer_at_s = now
         if absent_s > (self._liveness.republish_interval_s + self._liveness.dead_after_s) / 2:
             for seat in self._seats.values():
-                if isinstance(seat.state, Live):
+                if isinstance(seat.state, Live | Leaving):
                     seat.state = replace(seat.state, heard_s=max(seat.state.heard_s, now))
 
-    def _verdict(self, live: Live, now: float) -> str:
+    def _verdict(self, live: Live | Leaving, now: float) -> str:
         """Why this process must go, or ""."""
         # The same sum as in `next_deadline`: a difference may round to a hair less, and the timer would spin.
         if now >= live.heard_s + self._liveness.dead_after_s:
@@ -403,9 +364,16 @@ class ControllerCore:
         self._move(seat, Starting(seat.last_incarnation, deadline_s), "started")
         return StartWorker(seat.spec, seat.last_incarnation)
 
-    def _kill(self, seat: _Seat, incarnation: int, member: Member | None, reason: str, now: float) -> list[Effect]:
+    def _ask_to_leave(self, seat: _Seat, live: Live, why: str, now: float) -> list[Effect]:
+        drain_s = self._liveness.drain_deadline_s
+        self._move(seat, Leaving(live.member, live.since_s, live.heard_s, now + drain_s), why)
+        return [DrainWorker(seat.spec.worker, live.member.stamp.incarnation, drain_s)]
+
+    def _kill(
+        self, seat: _Seat, incarnation: int, member: Member | None, reason: str, now: float, planned: bool = False
+    ) -> list[Effect]:
         retry_at_s = now + self._liveness.dead_after_s
-        self._move(seat, Killing(incarnation, member, reason, retry_at_s), reason)
+        self._move(seat, Killing(incarnation, member, reason, retry_at_s, planned), reason)
         return [KillWorker(seat.spec.worker, incarnation, reason)]
 
     def _vacate(self, seat: _Seat, reason: str, lived_s: float, now: float) -> None:
@@ -438,35 +406,14 @@ class ControllerCore:
         return [Publish(self.membership())]
 
     def _move(self, seat: _Seat, state: SeatState, why: str) -> None:
-        who = f"{seat.spec.worker}@{_incarnation_of(state) or _incarnation_of(seat.state)}"
+        who = f"{seat.spec.worker}@{incarnation_of(state) or incarnation_of(seat.state)}"
         line = f"{who}: {type(seat.state).__name__} -> {type(state).__name__}: {why}"
         self.transitions = [*self.transitions[-255:], line]
         seat.state = state
 
 
-def _incarnation_of(state: SeatState) -> int:
-    """Of the process that sits there; 0 when nobody does."""
-    match state:
-        case Live():
-            return state.member.stamp.incarnation
-        case Starting() | Killing():
-            return state.incarnation
-        case Vacant() | Retired():
-            return 0
-        case _:
-            assert_never(state)
-
-
-def _member_of(state: SeatState) -> Member | None:
-    match state:
-        case Live():
-            return state.member
-        case Killing():
-            return state.member
-        case Vacant() | Starting() | Retired():
-            return None
-        case _:
-            assert_never(state)
+def _name_of(state: SeatState) -> str:
+    return type(state).__name__.lower()
 
 
 def _with_load(member: Member, heartbeat: Heartbeat) -> Member:

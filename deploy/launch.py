@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
 from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
-from baton.deploy.controller_core import SeatSpec
+from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
@@ -106,16 +106,31 @@ class ClusterHandle:
                 return find_process(self.plan.config.cluster, actor_name(worker, seat.incarnation))
         return None
 
+    def replace_worker(self, worker: WorkerId, role: str | None = None) -> None:
+        """It takes nothing new and finishes what it has; a new process of this role (None: of the same) follows in its
+        seat. Returns when it has been told. Raises LaunchError with the reason when it is not."""
+        if role is None:
+            role = next((seat.role for seat in self.status().seats if seat.worker == worker), "")
+        refused: str = self._call_controller("replace_worker", CALL_TIMEOUT_S, worker, role)
+        if refused:
+            raise LaunchError(refused)
+
     def drain(self, timeout_s: float) -> bool:
         """Every process admits nothing new and finishes what runs: the gateways first, then whom their requests need.
         False: not all of it ended within `timeout_s`. Afterwards the cluster is good for `shutdown` only."""
         clock = MonotonicClock()
         deadline_s = clock.now() + timeout_s
-        drained = [self._drain_role(role, max(0.0, deadline_s - clock.now())) for role in DRAIN_ORDER]
+        try:
+            seats = self.status().seats
+        except LaunchError:
+            return False
+        drained = []
+        for role in DRAIN_ORDER:
+            workers = [seat.worker for seat in seats if seat.role == role]
+            drained.append(self._drain_workers(workers, max(0.0, deadline_s - clock.now())))
         return all(drained)
 
-    def _drain_role(self, role: str, timeout_s: float) -> bool:
-        workers = [seat.spec.worker for seat in self.plan.seats if seat.spec.role == role]
+    def _drain_workers(self, workers: Iterable[WorkerId], timeout_s: float) -> bool:
         try:
             actors = [actor for worker in workers if (actor := self.actor(worker)) is not None]
             calls = [actor.drain.remote(timeout_s) for actor in actors]
@@ -210,7 +225,8 @@ def launch(
         config=config,
         keys=ClusterKeys.generate(),
         run_dir=new_run_dir(config.cluster),
-        seats=_seats(config, class_paths),
+        seats=_seats(config),
+        class_paths=dict(class_paths),
         launched_at_ms=int(time.time() * 1000),
     )
     handle: ClusterHandle | None = None
@@ -310,7 +326,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat, ...]:
+def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
     """Workers first, so that the gateway opens its door to a cluster that is loading already."""
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
     cores = _cores_for(len(roles), config.pin_cores)
@@ -318,9 +334,9 @@ def _seats(config: ClusterConfig, class_paths: Mapping[str, str]) -> tuple[Seat,
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
         spec = SeatSpec(WorkerId(f"{role}-{number}"), role)
-        seats.append(Seat(spec=spec, class_path=class_paths[role], cores=cores[index], num_cpus=1))
+        seats.append(Seat(spec=spec, cores=cores[index], num_cpus=1))
     gateway = SeatSpec(WorkerId("gateway-0"), "gateway")
-    return (*seats, Seat(spec=gateway, class_path=class_paths["gateway"], cores=(), num_cpus=0))
+    return (*seats, Seat(spec=gateway, cores=(), num_cpus=0))
 
 
 def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:

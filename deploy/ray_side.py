@@ -80,6 +80,16 @@ def watch_process(handle: ActorHandle, on_start_failed: Callable[[str], None], o
     handle.watch.remote(os.getpid()).future().add_done_callback(ended)
 
 
+def drain_process(handle: ActorHandle, timeout_s: float, on_drained: Callable[[], None]) -> None:
+    """Tells a worker to take nothing new, and calls back on a thread of Ray's when all that it had has ended."""
+
+    def ended(future: Any) -> None:
+        if future.exception() is None and future.result():
+            on_drained()
+
+    handle.drain.remote(timeout_s).future().add_done_callback(ended)
+
+
 def find_process(cluster: str, name: str) -> ActorHandle | None:
     """None: no live actor of that name."""
     try:

@@ -58,13 +58,17 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         f"{status.requests.running} running, {status.requests.queued} waiting\n",
         soft_wrap=True,
     )
-    table = make_table("Workers", "worker", "state", ">running", ">queued", ">steps", ">pages available", ">of")
+    table = make_table("Workers", "worker", "role", "state", ">running", ">queued", ">steps", ">pages available", ">of")
     for worker in status.workers:
         load = worker.load
         state = "[red]silent[/]" if worker.silent else "draining" if load.draining else "ok"
         pages = (str(load.free_pages), str(load.total_pages)) if load.total_pages else ("", "")
         table.add_row(
-            f"{worker.worker}@{worker.incarnation}", state, str(load.running), str(load.queued), str(load.steps), *pages
+            f"{worker.worker}@{worker.incarnation}",
+            worker.role,
+            state,
+            *(str(count) for count in (load.running, load.queued, load.steps)),
+            *pages,
         )
     print_table(table, console)
     if status.lanes:

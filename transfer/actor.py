@@ -55,10 +55,13 @@ def in_group(group: str) -> Callable[[MethodT], MethodT]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a live process knows: itself when it has been admitted, and the last membership it was told."""
+    """What a live process knows: its role, itself when it has been admitted, the last membership it was told, and
+    whether it was told to take nothing new."""
 
-    member: Member | None
-    view: Membership | None
+    role: str
+    member: Member | None = None
+    view: Membership | None = None
+    draining: bool = False
 
 
 class ClusterProcess(Protocol):
@@ -78,6 +81,8 @@ class ProcessActor:
         register_process(spec.run_dir, spec.name)
         die_with_parent()
         configure_logging(spec.name, spec.config.log_level)
+        self._role = spec.role
+        self._draining = False
         self._admission_timeout_s = spec.config.liveness.start_deadline_s
         self._controller_address = spec.controller_address
         self._io: IoThread | None = None
@@ -136,8 +141,8 @@ class ProcessActor:
         """For a controller that was restarted."""
         io = self._io
         if io is None or not io.snapshot().listed:
-            return ProcessReport(None, None)
-        return ProcessReport(io.member, io.latest_membership)
+            return ProcessReport(self._role)
+        return ProcessReport(self._role, io.member, io.latest_membership, self._draining)
 
     @in_group(HEALTH)
     def rejoin(self, controller_address: str) -> None:

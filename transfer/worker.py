@@ -398,4 +398,5 @@ class WorkerActor(ProcessActor):
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
+        self._draining = True
         return self._process.drain(timeout_s)

@@ -53,7 +53,8 @@ def names_of_settings(settings: WorldSettings) -> list[str]:
 def is_steady(settings: WorldSettings) -> bool:
     """Whether all processes are there all the time and can reach each other, whatever is lost on the way."""
     struck = settings.crashes + settings.pauses + settings.partitions + settings.clogs + settings.hangs
-    return not struck + settings.drains + settings.controller_crashes and not settings.half_open
+    planned = settings.drains + settings.flips
+    return not struck + planned + settings.controller_crashes and not settings.half_open
 
 
 def without(settings: WorldSettings, left_out: Collection[str]) -> WorldSettings:
@@ -112,6 +113,10 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         worker = rng.choice(workers)
         return lambda hit: world.drain(hit or worker)
 
+    def flip() -> Strike:
+        worker = rng.choice(workers)
+        return lambda hit: world.flip(hit or worker)
+
     def controller_crash() -> Strike:
         down_s = rng.random() * CONTROLLER_DOWN_S
         return lambda _: world.crash_controller(down_s)
@@ -126,6 +131,7 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         ("controller", settings.controller_crashes, controller_crash),
         ("cancel", settings.cancels, lambda: lambda _: world.cancel_someone()),
         ("storm", settings.storms, lambda: lambda _: _storm(world)),
+        ("flip", settings.flips, flip),
     )
     return [(f"{kind}{number}", make()) for kind, count, make in kinds for number in range(count)]
 

@@ -24,7 +24,17 @@ from baton.common.messages import (
     Membership,
     Submit,
 )
-from baton.deploy.controller_core import ControllerCore, KillWorker, Publish, Reply, SeatSpec, StartWorker
+from baton.deploy.controller_core import ControllerCore
+from baton.deploy.controller_seats import (
+    DrainWorker,
+    Effect,
+    KillWorker,
+    Publish,
+    Refused,
+    Reply,
+    SeatSpec,
+    StartWorker,
+)
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
 from baton.deploy.sim.schedule import Event
 from baton.transfer.membership import NO_CHANGE, Changes, Roster
@@ -262,17 +272,21 @@ class ControllerProcess(SimProcess):
 
     def rebuild(self, given: Mapping[WorkerId, int], living: Sequence[SimProcess]) -> None:
         """After its predecessor's death: who is there stays, and no incarnation is `given` twice."""
-        for worker, incarnation in given.items():
-            self.core.note_incarnation(worker, incarnation)
+        effects: list[Effect] = []
         members = [process for process in living if isinstance(process, MemberProcess)]
         views = [view for process in members if (view := process.roster.latest) is not None]
         # One that has not heard of its own admission yet is a member all the same: others have (C1).
         published = {member.stamp for view in views for member in view.members}
+        for member in [member for view in views for member in view.members]:
+            self.core.note_incarnation(member.stamp.worker, member.stamp.incarnation, member.role)
+        for worker, incarnation in given.items():
+            self.core.note_incarnation(worker, incarnation)
         for process in living:
             if isinstance(process, MemberProcess) and process.stamp in published:
-                self.core.adopt(process.member, self.now)
+                effects += self.core.adopt(process.member, self.now, leaving=process.load().draining)
             else:
-                self.core.adopt_starting(process.stamp.worker, process.stamp.incarnation, self.now)
+                self.core.adopt_starting(process.stamp.worker, process.stamp.incarnation, process.role, self.now)
+        self._carry_out(effects)
         self._timer.want(self.now)
 
     def died(self, stamp: Stamp) -> None:
@@ -282,14 +296,35 @@ class ControllerProcess(SimProcess):
             f"dead {stamp.worker}@{stamp.incarnation}",
         )
 
+    def flip(self, worker: WorkerId) -> None:
+        """An operator wants the worker there in the other role. It may be refused."""
+        self.run(self._flip, f"flip {worker}", worker)
+
+    def _flip(self, worker: WorkerId) -> None:
+        process = self.world.seats.get(worker)
+        role = "decode" if process is not None and process.role == "prefill" else "prefill"
+        effects = self.core.replace_worker(worker, role, self.now)
+        if not isinstance(effects, Refused):
+            self.world.probe("flip", (process, role))
+            self._carry_out(effects)
+
+    def drained(self, stamp: Stamp) -> None:
+        """The worker says that it has nothing left to do."""
+        self.run(
+            lambda: self._carry_out(self.core.on_drained(stamp.worker, stamp.incarnation, self.now)),
+            f"drained {stamp.worker}@{stamp.incarnation}",
+        )
+
     def _due(self) -> None:
         self._carry_out(self.core.on_timer(self.now))
 
-    def _carry_out(self, effects: Iterable[StartWorker | KillWorker | Publish | Reply]) -> None:
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
                 case StartWorker(spec, incarnation):
                     self.world.start(spec, incarnation)
+                case DrainWorker(worker, incarnation):
+                    self.world.ask_to_leave(worker, incarnation)
                 case KillWorker(worker, incarnation):
                     self.world.kill_for_sure(worker, incarnation)
                 case Publish(membership):

@@ -31,6 +31,8 @@ class LinkFaults:
 NO_FAULTS = LinkFaults()
 STEADY_SHARE = 0.15
 """Of worlds in which every process lives, and only links and clients are bad."""
+FLIP_SHARE = 0.35
+"""Of the other worlds, those in which workers change their role."""
 AFTERMATH_S = 70.0
 """Longer than a request may take, and than a last message is repeated."""
 LAYOUTS = ((True, False, False),) * 3 + (
@@ -98,6 +100,7 @@ class WorldSettings:
     hangs: int = 0  # of engines, whose processes go on saying that they live
     storms: int = 0  # most clients leave at once
     controller_crashes: int = 0
+    flips: int = 0  # of a worker's role
     half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
     successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
     thinking_token_id: int = -1  # of the gateways
@@ -205,7 +208,17 @@ def random_settings(seed: int) -> WorldSettings:
         ),
         prefix_cache=rng.choice(("chunk", "radix", "radix", "radix", "UnifiedRadixCache")),
     )
-    return _with_layout(_with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady), rng, calm)
+    settings = _with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady)
+    return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
+
+
+def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:
+    """Every fourth world has workers that change their role, some of which have too little time to finish."""
+    flips, drain_s = rng.randint(1, 4), rng.choice((0.5, 30.0))
+    if nobody_leaves or rng.random() >= FLIP_SHARE:
+        return settings
+    liveness = dataclasses.replace(settings.liveness, drain_deadline_s=drain_s)
+    return dataclasses.replace(settings, flips=flips, liveness=liveness)
 
 
 def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool, steady: bool) -> WorldSettings:

@@ -300,6 +300,11 @@ class WorkerProcess(MemberProcess):
         )
 
     @property
+    def drained(self) -> bool:
+        """As its engine says: takes nothing new, and all that it had has ended. Frames may be under way."""
+        return self.core.load().draining and self.core.idle and not self._inbox
+
+    @property
     def settled(self) -> bool:
         return (
             self.core.idle

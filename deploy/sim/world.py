@@ -18,7 +18,7 @@ from baton.common.engine.core_api import Drain
 from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
-from baton.deploy.controller_core import SeatSpec
+from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
@@ -31,6 +31,8 @@ from baton.deploy.sim.workload import OWNER, plan_workload
 from baton.transfer.api import SinkFailed
 
 KILL_S = 0.05
+LOOK_S = 0.05
+"""A process that was told to leave looks this often whether it is done."""
 HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
 SHORT_S = 10.0
@@ -210,6 +212,25 @@ class World:
                 self.schedule.after(0.2, end_when_idle)
 
         self.schedule.after(0.2, end_when_idle)
+
+    def flip(self, worker: WorkerId) -> None:
+        """The controller is told that the worker there shall have the other role."""
+        self.controller.flip(worker)
+
+    def ask_to_leave(self, worker: WorkerId, incarnation: int) -> None:
+        """By order of the controller, which asked for the answer: when nothing is left to do there."""
+        process, asked_by = self.seats.get(worker), self.controller
+        if not isinstance(process, WorkerProcess) or process.stamp.incarnation != incarnation:
+            return
+        process.run(lambda: process.deliver(Drain()), "drain")
+
+        def answer_when_drained() -> None:
+            if process.drained:
+                asked_by.drained(process.stamp)
+            else:
+                process.after(LOOK_S, answer_when_drained, "drained?")
+
+        process.after(LOOK_S, answer_when_drained, "drained?")
 
     def partition(self, a: WorkerId, b: WorkerId, seconds: float, both: bool) -> None:
         self.faulty = True

@@ -53,7 +53,7 @@ class StubActor:
 
     @in_group(HEALTH)
     def report(self) -> ProcessReport:
-        return ProcessReport(self._member if self._admitted.is_set() else None, self._view)
+        return ProcessReport(self._spec.role, self._member if self._admitted.is_set() else None, self._view)
 
     @in_group(HEALTH)
     def rejoin(self, controller_address: str) -> None:

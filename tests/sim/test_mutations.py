@@ -29,7 +29,8 @@ from baton.decode.request import Done, Incoming, Restoring
 from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
-from baton.deploy.controller_core import ControllerCore, KillWorker, Vacant
+from baton.deploy.controller_core import ControllerCore
+from baton.deploy.controller_seats import KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed

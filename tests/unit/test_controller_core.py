@@ -8,16 +8,18 @@ from dataclasses import replace
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from baton.common.config import LivenessConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Load, Member, Reject
-from baton.deploy.controller_core import (
-    BURST_S,
-    ControllerCore,
+from baton.deploy.controller_core import BURST_S, ControllerCore
+from baton.deploy.controller_seats import (
+    DrainWorker,
     Effect,
     KillWorker,
     Publish,
+    Refused,
     Reply,
     SeatSpec,
     StartWorker,
@@ -296,7 +298,7 @@ def test_a_restarted_controller_adopts_the_living_and_fills_the_rest_with_new_in
     core = ControllerCore(SEATS, LIVENESS, first_version=100, now=0.0)
     core.note_incarnation(D1, 4)
     core.adopt(member(P0, 3), 0.0)
-    core.adopt_starting(D0, 2, 0.0)
+    core.adopt_starting(D0, 2, "decode", 0.0)
     effects = core.on_timer(0.0)
     [published] = of_type(effects, Publish)
     assert isinstance(published, Publish)
@@ -333,6 +335,104 @@ def test_shutdown_ends_everyone_and_starts_no_one() -> None:
     assert of_type(core.on_timer(500.0), StartWorker) == []
 
 
+def asked_to_leave(core: ControllerCore, worker: WorkerId, role: str, now: float) -> DrainWorker:
+    effects = core.replace_worker(worker, role, now)
+    assert not isinstance(effects, Refused), effects
+    [drain] = effects
+    assert isinstance(drain, DrainWorker)
+    return drain
+
+
+def test_a_worker_changes_its_role_when_it_has_finished() -> None:
+    core = live_core()
+    drain = asked_to_leave(core, D1, "prefill", 1.0)
+    assert (drain.worker, drain.incarnation) == (D1, 1)
+    beat_all(core, 2.0)
+    assert of_type(core.on_timer(2.0), KillWorker) == [], "it still has something to do"
+    assert (D1, 1) in members_of(core)
+    [kill] = core.on_drained(D1, 1, 2.5)
+    assert isinstance(kill, KillWorker)
+    assert (D1, 1) in members_of(core), "not proven dead"
+    core.on_dead(D1, 1, 2.6)
+    assert of_type(core.on_timer(2.6), StartWorker) == [StartWorker(SeatSpec(D1, "prefill"), 2)]
+    hello(core, structs.replace(member(D1, 2), role="prefill"), 3.0)
+    assert core.ready
+    assert {(s.worker, s.role, s.restarts) for s in core.status()} >= {(D1, "prefill", 1), (D0, "decode", 0)}
+    back = asked_to_leave(core, D1, "decode", 4.0)
+    assert back.incarnation == 2
+
+
+def test_a_worker_that_does_not_finish_in_time_is_replaced_all_the_same() -> None:
+    core = live_core()
+    drain = asked_to_leave(core, D1, "prefill", 1.0)
+    late_s = 1.0 + drain.timeout_s
+    now = 1.0
+    while now < late_s:
+        beat_all(core, now)
+        assert of_type(core.on_timer(now), KillWorker) == []
+        now += 0.5
+    beat_all(core, late_s)
+    assert [kill.worker for kill in core.on_timer(late_s) if isinstance(kill, KillWorker)] == [D1]
+
+
+def test_a_worker_that_dies_while_it_leaves_is_followed_by_the_wanted_role() -> None:
+    core = live_core()
+    asked_to_leave(core, D1, "prefill", 1.0)
+    core.on_dead(D1, 1, 1.1)
+    assert of_type(core.on_timer(1.1), StartWorker) == [StartWorker(SeatSpec(D1, "prefill"), 2)]
+    assert core.on_drained(D1, 1, 1.2) == [], "its last word comes late"
+
+
+def test_the_last_live_worker_of_a_role_is_not_let_go() -> None:
+    core = live_core()
+    assert isinstance(core.replace_worker(P0, "decode", 1.0), Refused)
+    assert isinstance(core.replace_worker(P0, "prefill", 1.0), Refused)
+    asked_to_leave(core, D1, "prefill", 1.0)
+    assert isinstance(core.replace_worker(D0, "prefill", 1.0), Refused), "the other one takes nothing new any more"
+    core.on_dead(D1, 1, 1.1)
+    core.on_timer(1.1)
+    hello(core, structs.replace(member(D1, 2), role="prefill"), 1.2)
+    asked_to_leave(core, P0, "decode", 1.3)
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    core = live_core()
+    for worker, role, reason in (
+        (GW, "decode", "there is no worker 'gateway-0': there are prefill-0, decode-0, decode-1"),
+        (D0, "gateway", "no worker can become 'gateway': decode or prefill"),
+    ):
+        assert core.replace_worker(worker, role, 1.0) == Refused(reason)
+    asked_to_leave(core, D1, "decode", 1.0)
+    assert core.replace_worker(D1, "prefill", 1.0) == Refused(
+        "decode-1 is leaving: only a live worker can be asked to leave"
+    )
+
+
+def test_a_process_of_another_role_than_its_seats_is_refused() -> None:
+    core = started_core()
+    effects = hello(core, structs.replace(member(D0), role="prefill"), 0.1)
+    assert [kill.worker for kill in effects if isinstance(kill, KillWorker)] == [D0]
+    assert (D0, 1) not in members_of(core)
+
+
+def test_a_restarted_controller_knows_who_leaves_and_what_everybody_has_become() -> None:
+    core = ControllerCore(SEATS, LIVENESS, first_version=100, now=0.0)
+    core.note_incarnation(D0, 4, "decode")
+    core.note_incarnation(P0, 7, "decode")
+    core.note_incarnation(P0, 3, "prefill")
+    effects = core.adopt(structs.replace(member(D1, 2), role="prefill"), 0.0, leaving=True)
+    assert effects == [DrainWorker(D1, 2, LIVENESS.drain_deadline_s)]
+    starts = of_type(core.on_timer(0.0), StartWorker)
+    assert starts == [
+        StartWorker(SeatSpec(P0, "decode"), 8),
+        StartWorker(SeatSpec(D0, "decode"), 5),
+        StartWorker(SeatSpec(GW, "gateway"), 1),
+    ]
+    core.on_drained(D1, 2, 0.1)
+    core.on_dead(D1, 2, 0.2)
+    assert of_type(core.on_timer(0.2), StartWorker) == [StartWorker(SeatSpec(D1, "prefill"), 3)]
+
+
 class ControllerMachine(RuleBasedStateMachine):
     """Random lives and deaths against a model that knows which processes exist."""
 
@@ -343,6 +443,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.alive: dict[WorkerId, Member] = {}  # processes that exist, admitted or not
         self.proven_dead: set[tuple[str, int]] = set()
         self.kills: list[tuple[WorkerId, int]] = []
+        self.leaving: list[tuple[WorkerId, int]] = []
         self.seen_version = 0
         self.seen_members: set[tuple[str, int]] = set()
 
@@ -352,9 +453,11 @@ class ControllerMachine(RuleBasedStateMachine):
                 worker = effect.spec.worker
                 assert worker not in self.alive, "C2: two processes in one seat"
                 assert (worker, effect.incarnation) not in self.proven_dead, "C3: an incarnation used twice"
-                self.alive[worker] = member(worker, effect.incarnation)
+                self.alive[worker] = structs.replace(member(worker, effect.incarnation), role=effect.spec.role)
             elif isinstance(effect, KillWorker):
                 self.kills.append((effect.worker, effect.incarnation))
+            elif isinstance(effect, DrainWorker):
+                self.leaving.append((effect.worker, effect.incarnation))
             elif isinstance(effect, Publish):
                 version = effect.membership.version
                 members = {(m.stamp.worker, m.stamp.incarnation) for m in effect.membership.members}
@@ -394,6 +497,19 @@ class ControllerMachine(RuleBasedStateMachine):
         self.proven_dead.add((worker, incarnation))
         self.apply(self.core.on_dead(worker, incarnation, self.now))
 
+    @rule(worker=st.sampled_from([P0, D0, D1]), role=st.sampled_from(["prefill", "decode"]))
+    def is_to_be_replaced(self, worker: WorkerId, role: str) -> None:
+        roles = {seat.worker: seat.role for seat in self.core.status() if seat.state == "live"}
+        effects = self.core.replace_worker(worker, role, self.now)
+        if not isinstance(effects, Refused):
+            assert list(roles.values()).count(roles[worker]) > 1, "C5: nobody of its role is left"
+            self.apply(effects)
+
+    @precondition(lambda self: self.leaving)
+    @rule()
+    def one_has_drained(self) -> None:
+        self.apply(self.core.on_drained(*self.leaving.pop(0), self.now))
+
     @rule(worker=st.sampled_from([P0, D0, D1, GW]))
     def start_fails(self, worker: WorkerId) -> None:
         if worker in self.alive:
@@ -408,6 +524,8 @@ class ControllerMachine(RuleBasedStateMachine):
         """Whatever happened: when all speak and nobody dies any more, every seat is filled again."""
         for _ in range(2000):
             self.now += 0.2
+            while self.leaving:
+                self.one_has_drained()
             while self.kills:
                 self.a_kill_succeeds()
             for worker in list(self.alive):

@@ -16,7 +16,7 @@ from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
 from baton.deploy import launch
 from baton.deploy.controller import ClusterPlan, Seat
-from baton.deploy.controller_core import SeatSpec
+from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.launch import ClusterHandle, LaunchError, attach
 
 
@@ -126,7 +126,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def handle(controller: FakeController, run_dir: str = "/nowhere", owns_ray: bool = False) -> ClusterHandle:
-    plan = ClusterPlan(config=ClusterConfig(), keys=None, run_dir=run_dir, seats=(), launched_at_ms=0)
+    plan = ClusterPlan(config=ClusterConfig(), keys=None, run_dir=run_dir, seats=(), class_paths={}, launched_at_ms=0)
     return ClusterHandle(plan, controller, owns_ray)
 
 
@@ -158,7 +158,7 @@ def test_a_controller_that_does_not_answer_is_one_line(fake_ray: FakeRay, error:
 
 def test_a_drain_without_a_controller_has_not_drained(fake_ray: FakeRay) -> None:
     lost = handle(FakeController([ActorDiedError()]))
-    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), class_path="", cores=(), num_cpus=0)
+    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), cores=(), num_cpus=0)
     assert not replace(lost, plan=replace(lost.plan, seats=(gateway,))).drain(0.0)
 
 

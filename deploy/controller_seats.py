@@ -1,0 +1,165 @@
+"""States of a seat of the cluster, and what a controller can want: the words of `controller_core`. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from baton.common.ids import WorkerId
+from baton.common.messages import Body, Member, Membership
+
+
+@dataclass(frozen=True, slots=True)
+class SeatSpec:
+    """A place in the cluster that is to be filled at all times. `role` is that of its next process, and of the one that
+    sits there unless it is `Leaving` or `Killing`; the name is for ever, whatever role it was given for."""
+
+    worker: WorkerId
+    role: str
+
+
+# ----------------------------------------------------------------------------------------- seat states
+
+
+@dataclass(frozen=True, slots=True)
+class Vacant:
+    """Nobody sits here. A process is started at `start_at_s`."""
+
+    start_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A process was started and has not been admitted yet: it loads its model."""
+
+    incarnation: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Admitted, and a member until proven dead."""
+
+    member: Member
+    since_s: float
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A member that takes nothing new and finishes what it has, until `deadline_s`. Its seat has the role that its
+    successor will have."""
+
+    member: Member
+    since_s: float
+    heard_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Killing:
+    """To be gone, not proven gone. `member` is still published when it was admitted (C1). `planned`: no failure."""
+
+    incarnation: int
+    member: Member | None
+    reason: str
+    retry_at_s: float
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Shut down for good."""
+
+
+SeatState = Vacant | Starting | Live | Leaving | Killing | Retired
+
+
+# --------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a process for this seat; report `on_start_failed` or, later, `on_dead`."""
+
+    spec: SeatSpec
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    """Tell the process to take nothing new; report `on_drained` when what it had has ended. Telling it twice is
+    harmless."""
+
+    worker: WorkerId
+    incarnation: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill the process for sure, then report `on_dead`. Repeated until that report; killing twice is harmless."""
+
+    worker: WorkerId
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Send this view to every member of it."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a process that is not (yet) a member."""
+
+    member: Member
+    body: Body
+
+
+Effect = StartWorker | DrainWorker | KillWorker | Publish | Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was asked of the controller is not done, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeatStatus:
+    """What an operator is told of one seat. `role`: of the process that is there, or of the next one."""
+
+    worker: WorkerId
+    role: str
+    state: str
+    incarnation: int
+    detail: str
+    restarts: int
+
+
+def incarnation_of(state: SeatState) -> int:
+    """Of the process that sits there; 0 when nobody does."""
+    match state:
+        case Live() | Leaving():
+            return state.member.stamp.incarnation
+        case Starting() | Killing():
+            return state.incarnation
+        case Vacant() | Retired():
+            return 0
+        case _:
+            assert_never(state)
+
+
+def member_of(state: SeatState) -> Member | None:
+    match state:
+        case Live() | Leaving() | Killing():
+            return state.member
+        case Vacant() | Starting() | Retired():
+            return None
+        case _:
+            assert_never(state)
