@@ -25,6 +25,10 @@ class ErrorCode(StrEnum):
     SESSION_NOT_FOUND = "session_not_found"
     SESSION_BUSY = "session_busy"
     SESSION_LOST = "session_lost"  # its KV is gone, and the configuration says not to compute it again
+    NOT_FOUND = "not_found"  # a file or a batch
+    CONFLICT = "conflict"  # with the state that it is in
+    TOO_LARGE = "too_large"
+    STORE_UNAVAILABLE = "store_unavailable"  # the database behind files and batches
     INTERNAL = "internal"
 
 

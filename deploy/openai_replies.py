@@ -28,6 +28,10 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.SESSION_NOT_FOUND: 404,
     ErrorCode.SESSION_BUSY: 409,
     ErrorCode.SESSION_LOST: 410,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.CONFLICT: 409,
+    ErrorCode.TOO_LARGE: 413,
+    ErrorCode.STORE_UNAVAILABLE: 503,
     ErrorCode.INTERNAL: 500,
 }
 
@@ -190,6 +194,7 @@ def http_error(error: RequestError) -> HttpError:
         404: "not_found_error",
         409: "conflict_error",
         410: "gone_error",
+        413: "invalid_request_error",
         429: "overloaded_error",
     }
     detail = ErrorDetail(
