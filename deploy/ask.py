@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -32,12 +33,16 @@ def ask(url: str, text: str, chosen: Params, console: Console, *, raw: bool) -> 
     console.print(f"[dim]{timing_line(answer)}[/]")
 
 
-def ask_locally(layers: Sequence[Layer], text: str, chosen: Params, console: Console, *, raw: bool) -> None:
-    """On a cluster of its own, for this one prompt."""
+@contextlib.contextmanager
+def gateway(url: str, layers: Sequence[Layer] | None, console: Console) -> Iterator[str]:
+    """The address of the one at `url`, or, with `layers`, of a cluster of its own that ends with the `with`."""
+    if layers is None:
+        yield url
+        return
     from baton.deploy.serve import decide, running_cluster  # Ray: only needed here
 
     with running_cluster(decide(layers, console), console) as handle:
-        ask(handle.gateway_url, text, chosen, console, raw=raw)
+        yield handle.gateway_url
 
 
 def stream_to_stdout(client: Client, prompt: Prompt, chosen: Params) -> Answer:

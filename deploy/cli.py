@@ -87,13 +87,31 @@ def run(
 
     params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
-    if local:
-        layers = _layers(config, settings, _flags(model, None, None, None, 0, None))
-        ask.ask_locally(layers, text, params, err, raw=raw)
-        return
-    if config is not None or settings or model is not None:
-        raise typer.BadParameter("--model, --config and --set need --local: a running cluster has its own")
-    ask.ask(url or env.cluster_url(), text, params, err, raw=raw)
+    layers = _own_cluster(local, config, settings, model)
+    with ask.gateway(url or env.cluster_url(), layers, err) as gateway:
+        ask.ask(gateway, text, params, err, raw=raw)
+
+
+@app.command()
+def chat(
+    url: Url = None,
+    local: Annotated[bool, typer.Option("--local", help="Bring a cluster up for this conversation.")] = False,
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    system: Annotated[str, typer.Option(help="What the model is told before everything else.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+) -> None:
+    """Talk with the model. Its KV stays where it is between turns. /help shows what else can be typed."""
+    from baton.deploy import ask, chat
+
+    params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    layers = _own_cluster(local, config, settings, model)
+    with ask.gateway(url or env.cluster_url(), layers, err) as gateway:
+        if not chat.run_chat(gateway, params, system, err):
+            raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -331,6 +349,15 @@ def run_command(arguments: list[str]) -> int:
         err.print(f"baton: {error}", markup=False)
         return FAILED
     return OK
+
+
+def _own_cluster(local: bool, config: Path | None, settings: list[str] | None, model: str | None) -> list[Layer] | None:
+    """The settings of one that is brought up for a command; None: one that runs is asked."""
+    if local:
+        return _layers(config, settings, _flags(model, None, None, None, 0, None))
+    if config is not None or settings or model is not None:
+        raise typer.BadParameter("--model, --config and --set need --local: a running cluster has its own")
+    return None
 
 
 def _flags(
