@@ -13,8 +13,8 @@ BACKLOG = 1024
 
 def open_listener(host: str, port: int) -> socket.socket:
     """Raises ConfigError when nothing can listen there. Port 0 takes any free one. Its connections send what they are
-    told to at once: asyncio asks for that only on sockets that name their protocol, and these do not. Without, a stream's
-    first token waits 40 ms for the client to acknowledge the headers."""
+    told to at once: asyncio asks for that only on sockets that name their protocol, and these do not. Without, the
+    first token of a stream waits 40 ms for the client to acknowledge the headers."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), backlog=BACKLOG, family=family)
