@@ -135,6 +135,7 @@ class _Request:
     session: Session | None = None
     refused_by: set[Stamp] = field(default_factory=set)
     last_refusal: Failure | None = None
+    prefill: Stamp | None = None  # who was chosen to compute its prompt, until the first token is here
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class GatewayCore:
         self._members: dict[WorkerId, Member] = {}
         self._decode, self._prefill = Seats(), Seats()  # those who could take a request now
         self._loads: dict[Stamp, Load] = {}
-        self._placed: dict[Stamp, int] = {}
+        self._placed: dict[Stamp, int] = {}  # requests on decode workers, and prompts on prefill workers
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
         self.stale_outputs = 0
 
@@ -346,15 +347,32 @@ class GatewayCore:
         return stamp if able else None
 
     def _count(self, stamp: Stamp, more: int) -> None:
-        """Of the requests that are placed there."""
+        """Of what this gateway has placed there."""
         placed = self._placed.get(stamp, 0) + more
         self._placed[stamp] = placed
         if not placed:
             del self._placed[stamp]
         self._decode.placed(stamp, placed)
+        self._prefill.placed(stamp, placed)
+
+    def _choose_prefill(self, request: _Request) -> Stamp | None:
+        """Once per placement, unless who was chosen has left. The decode worker may do otherwise: this gateway's count
+        is of what it has asked for."""
+        if request.prefill is None or request.prefill not in self._prefill:
+            self._prompt_over(request)
+            request.prefill = self._prefill.choose(request.prompt)
+            if request.prefill is not None:
+                self._count(request.prefill, 1)
+        return request.prefill
+
+    def _prompt_over(self, request: _Request) -> None:
+        """Its prompt is computed, or given up."""
+        if request.prefill is not None:
+            self._count(request.prefill, -1)
+            request.prefill = None
 
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
-        prefill = self._prefill.choose(request.prompt)
+        prefill = self._choose_prefill(request)
         submit = Submit(
             request_id=request.request_id,
             placement=request.placement,
@@ -383,6 +401,7 @@ class GatewayCore:
             self._place(request, now, out)
 
     def _leave(self, request: _Request) -> None:
+        self._prompt_over(request)
         if isinstance(request.state, Placing | Streaming):
             self._count(request.state.worker, -1)
 
@@ -440,6 +459,7 @@ class GatewayCore:
             return
         tokens = unpack_tokens(message.tokens)[known - message.first_index :].tolist()
         if tokens:
+            self._prompt_over(request)
             request.outputs.extend(tokens)
             logprobs = message.logprobs[known - message.first_index :]
             out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs))

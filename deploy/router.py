@@ -16,6 +16,7 @@ from baton.common.engine.policy import affinity_key, affinity_seeds, affinity_we
 from baton.common.ids import Stamp
 from baton.common.messages import Load
 
+SLACK = 4
 _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
@@ -49,7 +50,9 @@ class Seats:
         if place is not None:
             self._placed[place] = requests
 
-    def choose(self, tokens: npt.NDArray[np.int32], refused_by: Collection[Stamp] = (), slack: int = 4) -> Stamp | None:
+    def choose(
+        self, tokens: npt.NDArray[np.int32], refused_by: Collection[Stamp] = (), slack: int = SLACK
+    ) -> Stamp | None:
         """The worker for a prompt, none of `refused_by`; None when there is no candidate."""
         takes = ~self._drains
         for stamp in refused_by:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from baton.common.messages import (
     CancelRequest,
     Failure,
     FinishAck,
+    Heartbeat,
+    Load,
     Member,
     Output,
     Resume,
@@ -25,6 +29,7 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
+from baton.deploy.router import SLACK
 
 R = RequestId("r1")
 PROMPT = np.arange(5, dtype=np.int32)
@@ -362,3 +367,52 @@ def test_messages_nobody_asked_for_create_nothing() -> None:
     driver.output(A, 0, [1], finish_reason="stop")
     assert driver.core.idle
     assert driver.core.next_deadline() is None
+
+
+def prefill_asked(driver: Driver, number: int) -> WorkerId | None:
+    """For one more request, which begins like all others."""
+    (sent,) = driver.submit(RequestId(f"b{number}"))
+    assert isinstance(sent.body, Submit)
+    return sent.body.prefill_worker
+
+
+def test_a_burst_between_two_heartbeats_is_spread_over_prefill_workers() -> None:
+    driver = Driver(max_inflight=64)
+    driver.view(A, B, P, stamp("prefill-1"), stamp("prefill-2"))
+    asked = Counter(prefill_asked(driver, number) for number in range(30))
+    assert len(asked) == 3
+    assert max(asked.values()) - min(asked.values()) <= SLACK + 1, "all prefer the same one"
+
+
+@pytest.mark.parametrize("over", ["first token", "cancelled", "decode worker lost"])
+def test_a_prompt_is_load_until_it_is_over(over: str) -> None:
+    driver = Driver(max_inflight=64)
+    driver.view(A, P, stamp("prefill-1"))
+    (favourite,) = {prefill_asked(driver, number) for number in range(SLACK + 1)}
+    if over == "first token":
+        driver.tell(A, Output(request_id=RequestId("b0"), placement=0, first_index=0, tokens=pack_tokens([10])))
+    elif over == "cancelled":
+        driver.take(driver.core.cancel(RequestId("b0"), driver.now))
+    else:
+        driver.view(P, stamp("prefill-1"))  # all wait for another one
+        driver.take(driver.core.cancel(RequestId("b0"), driver.now))
+        placed_again = {sent.body.prefill_worker for sent in driver.view(A, P, stamp("prefill-1"))}
+        assert placed_again == {favourite}
+    assert [prefill_asked(driver, number) for number in (20, 21)] == [favourite, *others(favourite)]
+
+
+def test_a_submit_that_is_repeated_names_the_same_prefill_worker_while_it_is_there() -> None:
+    driver = Driver(max_inflight=64)
+    driver.view(A, P, stamp("prefill-1"))
+    first = prefill_asked(driver, 0)
+    for load in (0, 9, 0):
+        driver.tell(P if first == P.worker else stamp("prefill-1"), Heartbeat(load=Load(queued=load)))
+        (again,) = driver.pass_time(1.0)
+        assert again.body.prefill_worker == first
+    driver.view(A, *[one for one in (P, stamp("prefill-1")) if one.worker != first])
+    (again,) = driver.pass_time(1.0)
+    assert [again.body.prefill_worker] == others(first)
+
+
+def others(worker: WorkerId | None) -> list[WorkerId]:
+    return [one for one in (P.worker, WorkerId("prefill-1")) if one != worker]
