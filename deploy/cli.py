@@ -124,6 +124,23 @@ def status(url: Url = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def top(
+    url: Url = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One screen, as text, instead of a live one.")] = False,
+) -> None:
+    """Watch the cluster: load, pages by owner, lanes, latencies, the slowest answers. q ends it."""
+    from baton.deploy import top as dashboard
+
+    gateway = url or env.cluster_url()
+    if once or not sys.stdout.isatty():
+        before, now = dashboard.look_once(gateway, interval)
+        Console(highlight=False).print(dashboard.screen(before, now, interval))
+    else:
+        dashboard.run_top(gateway, interval, Console(highlight=False))
+
+
+@app.command()
 def kv(
     url: Url = None,
     as_json: AsJson = False,

@@ -30,6 +30,7 @@ from baton.common.trace import ProcessTrace
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
+from baton.deploy.recent import RecentBook, SlowRequest
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
@@ -158,6 +159,7 @@ class Gateway:
         self._core = core
         self._post = post
         self._clock = clock
+        self._recent = RecentBook(clock.now())
         self._version = version
         self._stuck_after_s = stuck_after_s
         self.workers: Workers = workers or UnknownWorkers()
@@ -247,7 +249,7 @@ class Gateway:
                 async for event in events:
                     if isinstance(event, AnswerEnd):
                         outcome = event.finish_reason
-                        self._account(event)
+                        self._account(request_id, event)
                     yield event
         except RequestError as error:
             outcome = str(error.code)
@@ -256,6 +258,7 @@ class Gateway:
             del self._running[request_id]
             self._dispatch(self._core.cancel(request_id, self._clock.now()))  # nothing to do when it has ended
             self.metrics.ended(outcome)
+            self._recent.ended(self._clock.now(), outcome)
             if not self._running:
                 self._idle.set()
 
@@ -274,6 +277,7 @@ class Gateway:
             if ttft_s is None:
                 ttft_s = now - arrived_s
             self.metrics.tokens(len(event.tokens), now - last_s, first=completion_tokens == 0)
+            self._recent.tokens(now, len(event.tokens), now - last_s, first=completion_tokens == 0)
             last_s = now
             piece = text.push(event.tokens)
             completion_tokens += piece.tokens_used
@@ -299,9 +303,20 @@ class Gateway:
             timeline=event.timeline or Timeline(),
         )
 
-    def _account(self, end: AnswerEnd) -> None:
+    def _account(self, request_id: RequestId, end: AnswerEnd) -> None:
         timeline = end.timeline
         self.metrics.finished(timeline, end.total_s)
+        self._recent.finished(
+            self._clock.now(),
+            SlowRequest(
+                request_id=request_id,
+                total_s=end.total_s,
+                ttft_s=end.ttft_s,
+                prompt_tokens=end.prompt_tokens,
+                completion_tokens=end.completion_tokens,
+                timeline=timeline,
+            ),
+        )
         if timeline.lane:
             pair = (timeline.prefill_worker, timeline.decode_worker, timeline.lane)
             old = self._lanes.get(pair)
@@ -394,6 +409,7 @@ class Gateway:
             ],
             lanes=[use for _, use in sorted(self._lanes.items())],
             details=dict(await self.workers.statuses()),
+            recent=self._recent.look(self._clock.now()),
         )
 
     @property

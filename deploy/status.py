@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from baton.common.kv.layout import Component
 from baton.common.messages import Load
+from baton.deploy.recent import Recent
 from baton.transfer.reports import Flow
 
 
@@ -33,7 +34,8 @@ class WorkerView(Struct, frozen=True, kw_only=True):
 
 
 class GatewayStatus(Struct, frozen=True, kw_only=True):
-    """`requests.running` are this gateway's own; `details` are the workers' own accounts (page census), by worker."""
+    """`requests.running` and `recent` are this gateway's own; `details` are the workers' own accounts (page census), by
+    worker."""
 
     version: str
     model: str
@@ -44,6 +46,7 @@ class GatewayStatus(Struct, frozen=True, kw_only=True):
     workers: list[WorkerView]
     lanes: list[LaneUse]
     details: dict[str, Any]
+    recent: Recent = Recent()
 
 
 class LaneState(Struct, frozen=True, kw_only=True):
