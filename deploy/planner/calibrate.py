@@ -1,8 +1,9 @@
 """Measures on this machine what the planner needs to know: steps of the real engine, hand-offs of the real plane.
 
 Owns: what is measured, and in which order. Never: a formula (`cost`, `fit`). Steps are those of one worker with its
-cores, as `baton serve` would run it; times are the fastest of some rounds for steps, which a busy machine disturbs
-least, and medians for hand-offs.
+cores, as `baton serve` would run it; a step takes what the fastest of some rounds took, in processor time where one
+thread computes it: on an idle machine that is the same, and on a busy one it is not other processes' time. Hand-offs
+and requests wait for one another, so theirs is the clock's, the median.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from baton.deploy.planner.cost import (
 )
 from baton.deploy.planner.fit import F64, fit_error, non_negative_fit
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
+from baton.deploy.planner.overhead_meter import measure_first_token
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import make_runner
 
@@ -63,10 +65,11 @@ class StepPoint:
 
 
 class Bench:
-    """Steps over one runner's pool. What the pages hold does not matter: it costs the same."""
+    """Steps over one runner's pool. What the pages hold does not matter: it costs the same. `clock`: seconds."""
 
-    def __init__(self, runner: ModelRunner, num_pages: int, rounds: int) -> None:
+    def __init__(self, runner: ModelRunner, num_pages: int, rounds: int, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._clock = clock
         self._page_size = runner.memory.layout.page_size
         self._num_pages = num_pages
         self._rounds = rounds
@@ -89,9 +92,9 @@ class Bench:
         batch = pack_batch(batch_rows, self._page_size)
         took_s = []
         for _ in range(1 + self._rounds):  # the first one warms up
-            started = time.perf_counter()
+            started = self._clock()
             self._runner.collect(self._runner.launch(batch))
-            took_s.append(time.perf_counter() - started)
+            took_s.append(self._clock() - started)
         pairs = float(chunk_pairs(np.array([tokens]), np.array([before + tokens])).sum()) if tokens else 0.0
         return StepPoint(tokens, pairs, rows, rows * keys, min(took_s[1:]))
 
@@ -155,7 +158,8 @@ def calibrate(config: ClusterConfig, told: Told) -> CostModel:
         if not runner.memory.layout.only_full:
             reason = "has layers that do not attend to every token, which the planner's formulas know nothing of"
             raise ConfigError("model.model", config.model.model, reason, "calibrate a model of full attention")
-        bench = Bench(runner, num_pages, ROUNDS)
+        clock = time.process_time if len(mine) == 1 else time.perf_counter
+        bench = Bench(runner, num_pages, ROUNDS, clock)
         points = measure_steps(bench, told)
         page_bytes = runner.memory.main.page_bytes
         counts = tuple(sorted({max(1, nbytes // page_bytes) for nbytes in HANDOFF_BYTES}))
@@ -164,6 +168,8 @@ def calibrate(config: ClusterConfig, told: Told) -> CostModel:
     finally:
         os.sched_setaffinity(0, cores)
     told(f"hand-offs: {len(handoffs)} measured over {handoffs[-1].lane}")
+    first_token_s = measure_first_token(config)
+    told(f"a request through a cluster without a model: {first_token_s * 1e3:.1f} ms to its first token")
     prefill, prefill_error = fit_prefill(points["prefill"])
     decode, decode_error = fit_decode(points["decode"])
     lane, lane_error = fit_lane(handoffs)
@@ -174,7 +180,7 @@ def calibrate(config: ClusterConfig, told: Told) -> CostModel:
         threads=len(mine),
         kv_bytes_per_token=page_bytes // page_size,
         pool_tokens=num_pages * page_size,
-        overhead_s=0.0,
+        overhead_s=max(0.0, first_token_s - lane.latency_s),
         prefill=prefill,
         decode=decode,
         lane=lane,

@@ -60,7 +60,8 @@ def told_cost(cost: CostModel) -> str:
         f"{cost.model} in {cost.dtype} on {cost.machine}, {cost.threads} thread(s) per worker",
         f"prefill of 512 tokens: {told_s(prefill_s)} ({512 / prefill_s:.0f} tokens/s)",
         f"decode at 512 tokens of context: {told_s(decode_s)} alone, {told_s(many_s)} for 32 requests",
-        f"lane {lane.name}: {told_s(lane.latency_s)} and {lane.bytes_per_s / 1e9:.2f} GB/s",
+        f"hand-off over {lane.name}: {told_s(lane.latency_s)} and {lane.bytes_per_s / 1e9:.2f} GB/s",
+        f"gateway, frames and client: {told_s(cost.overhead_s)} per request",
     ]
     if cost.fits is not None:
         fits = {name: getattr(cost.fits, name) for name in ("prefill", "decode", "mixed", "lane")}
