@@ -28,6 +28,10 @@ MAX_TCP_STREAMS = 16
 LaneChoice = Literal["measured", "order"]
 DigestKind = Literal["sampled", "full"]
 KvReturn = Literal["adaptive", "on", "off"]
+POSTGRES = ("postgresql://", "postgres://")
+"""How the address of a job store on a server begins."""
+MAX_PRIORITY = 100
+"""And its negative, of a request: `baton.common.messages.Priority`."""
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
 MAX_PAGES = (1 << 31) - 1  # page ids are int32, the null page is one of them
@@ -169,6 +173,22 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobsConfig:
+    """Files and batches (docs/JOBS.md)."""
+
+    database: str = ""  # a SQLite file, or postgresql://...; "": $BATON_STATE_DIR/<cluster>/jobs.sqlite
+    max_running_lines: int = 64  # that each gateway answers at a time
+    max_lines: int = 50_000  # of one batch
+    max_file_bytes: int = 200 << 20
+    max_stored_bytes: int = 32 << 30  # of all files together; uploads beyond it are refused
+    max_attempts: int = 10  # to answer one line, those included that ended with the process that made them
+    priority: int = 50  # of lines that name none (smaller is sooner; other requests have 0)
+    lease_s: float = 30.0  # after the death of a gateway its lines wait so long for another
+    poll_s: float = 1.0  # between two looks for new batches, and two renewals of leases
+    keep_s: float = 30 * 86_400.0  # so long after their end, batches and files are forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Everything `baton serve` needs to know. The same object goes to every process."""
 
@@ -185,6 +205,7 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
 ConfigT = TypeVar("ConfigT")
@@ -287,8 +308,23 @@ def validate(config: ClusterConfig) -> None:
     for name in ("num_pages", "swa_pages", "state_slots"):
         if (getattr(config.kv, name) or 0) > MAX_PAGES:
             raise ConfigError(f"kv.{name}", getattr(config.kv, name), f"must be at most {MAX_PAGES}")
+    _validate_jobs(config.jobs)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
+
+
+def _validate_jobs(jobs: JobsConfig) -> None:
+    # A server's address may hold a password: it is not shown.
+    if jobs.database and not jobs.database.startswith(("/", *POSTGRES)):
+        hint = f"or {POSTGRES[0]}user@host/database"
+        raise ConfigError("jobs.database", jobs.database.partition(":")[0], "must be an absolute path", hint)
+    if not jobs.database.isprintable():
+        raise ConfigError("jobs.database", "", "has characters that no path or address should have")
+    if not -MAX_PRIORITY <= jobs.priority <= MAX_PRIORITY:
+        raise ConfigError("jobs.priority", jobs.priority, f"must be {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    if not 3 * jobs.poll_s <= jobs.lease_s:
+        reason = "leases are renewed every jobs.poll_s, and one of these may be late"
+        raise ConfigError("jobs.lease_s", jobs.lease_s, reason, f"at least {3 * jobs.poll_s:g}")
 
 
 def _validate_tiers(kv: KvConfig) -> None:
@@ -349,6 +385,14 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
         ("gateway.max_sessions", config.gateway.max_sessions),
         ("gateway.session_ttl_s", config.gateway.session_ttl_s),
+        ("jobs.max_running_lines", config.jobs.max_running_lines),
+        ("jobs.max_lines", config.jobs.max_lines),
+        ("jobs.max_file_bytes", config.jobs.max_file_bytes),
+        ("jobs.max_stored_bytes", config.jobs.max_stored_bytes),
+        ("jobs.max_attempts", config.jobs.max_attempts),
+        ("jobs.lease_s", config.jobs.lease_s),
+        ("jobs.poll_s", config.jobs.poll_s),
+        ("jobs.keep_s", config.jobs.keep_s),
     ]
 
 

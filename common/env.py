@@ -20,6 +20,16 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "baton"
 
 
+def state_dir() -> Path:
+    """`BATON_STATE_DIR`: where a cluster keeps what must outlive it (jobs, with `jobs.database` unset). On a local
+    disk. Default: `$XDG_STATE_HOME/baton`, else `~/.local/state/baton`."""
+    chosen = os.environ.get("BATON_STATE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "baton"
+
+
 def settings() -> dict[str, str]:
     """`BATON_SET_<GROUP>__<NAME>`: any setting of the configuration, as `--set group.name=value` would give it:
     `BATON_SET_KV__PAGE_SIZE=4`. Names come back as settings are named ("kv.page_size"), values as text."""
@@ -34,6 +44,11 @@ def settings() -> dict[str, str]:
 def cluster_url() -> str:
     """`BATON_URL`: the gateway that `baton run` and `baton status` talk to. Default: `http://127.0.0.1:8000`."""
     return os.environ.get("BATON_URL") or "http://127.0.0.1:8000"
+
+
+def api_key() -> str | None:
+    """`BATON_API_KEY`: under whose name `baton jobs` asks: batches and files are seen by the key that made them."""
+    return os.environ.get("BATON_API_KEY") or None
 
 
 def compiler() -> str:

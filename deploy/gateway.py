@@ -17,6 +17,7 @@ from baton.common.model.cache import Progress
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway, Workers
 from baton.deploy.http_server import GatewayServer
+from baton.deploy.jobs.store_thread import open_store
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_workers import STATUS_TIMEOUT_S, RayWorkers
 from baton.deploy.status import GatewayStatus
@@ -39,6 +40,7 @@ class GatewayProcess:
         """Raises ConfigError when the port is taken or the model cannot be read."""
         config = self._spec.config
         listener = open_listener(config.gateway.host, config.gateway.port)
+        store = open_store(config)
         say("loading the tokenizer")
         model = load_served_model(config)
         io = IoThread(
@@ -51,7 +53,7 @@ class GatewayProcess:
             controller_address=self._spec.controller_address,
             load=self._load,
         )
-        self._server = GatewayServer(listener, config.gateway, lambda: self._make_gateway(model, io))
+        self._server = GatewayServer(listener, config, store, lambda: self._make_gateway(model, io))
         say(f"listening at {self._server.url}")
         return io
 
@@ -66,9 +68,10 @@ class GatewayProcess:
         return self._server.begin(self._gateway.status()).result(2 * STATUS_TIMEOUT_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new, waits for what runs. False: some of it did not end in time."""
+        """Admits nothing new, waits for what runs, leaves jobs to others. False: some of it did not end in time."""
         if self._server is None or self._gateway is None:
             return True
+        self._server.begin(self._server.stop_jobs())
         return self._server.begin(self._gateway.drain(timeout_s)).result(timeout_s + 1.0)
 
     def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:

@@ -10,7 +10,6 @@ HTTP status. What goes wrong later is an `error` event in the stream.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -29,6 +28,8 @@ from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway, new_request_id
+from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
+from baton.deploy.jobs.api import JobsApi
 from baton.deploy.openai_answers import answer_json, answer_stream, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
@@ -37,8 +38,6 @@ from baton.deploy.openai_replies import (
     ModelCard,
     ModelList,
     SessionCard,
-    encode,
-    http_error,
 )
 from baton.deploy.openapi import body_of, with_schemas
 from baton.deploy.responses_answers import prepare_response, respond, respond_stream
@@ -55,10 +54,6 @@ _Answer = Callable[[bytes, str, str], Coroutine[Any, Any, Response]]
 """Of a body, under our name for the request, to whoever asks."""
 
 
-class _BodyTooBig(Exception):
-    pass
-
-
 class _ClientGone(Exception):
     pass
 
@@ -66,8 +61,9 @@ class _ClientGone(Exception):
 class HttpApi:
     """The routes of one gateway."""
 
-    def __init__(self, gateway: Gateway, max_body_bytes: int, request_timeout_s: float) -> None:
+    def __init__(self, gateway: Gateway, jobs: JobsApi, max_body_bytes: int, request_timeout_s: float) -> None:
         self._gateway = gateway
+        self._jobs = jobs
         self._max_body_bytes = max_body_bytes
         self._request_timeout_s = request_timeout_s
         self._created = int(time.time())  # a date for clients, not a clock
@@ -93,6 +89,7 @@ class HttpApi:
             "/kv/{worker}/{page}": self.page_owner,
             "/handoffs/{worker}": self.handoffs,
         }
+        self._bodies += self._jobs.add_routes(app)
         app.add_api_route("/trace", self.trace, methods=["POST"])
         app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
         app.add_api_route("/v1/sessions/{session_id}", self.close_session, methods=["DELETE"])
@@ -100,7 +97,6 @@ class HttpApi:
             app.add_api_route(path, handler, methods=["GET"])
         app.add_exception_handler(HTTPException, self.not_found)
         app.add_exception_handler(RequestError, self.refused)
-        app.add_exception_handler(_BodyTooBig, self.too_big)
         app.add_exception_handler(RequestValidationError, self.malformed_path)
         app.add_exception_handler(Exception, self.internal_error)
         return app
@@ -125,11 +121,9 @@ class HttpApi:
             request_id = new_request_id()
             try:
                 body = await self._read_body(request)
-                response = await _unless_gone(request, answer(body, request_id, _owner(request)))
+                response = await _unless_gone(request, answer(body, request_id, owner_of(request)))
             except RequestError as error:
-                response = _error_response(error)
-            except _BodyTooBig as error:
-                response = await self.too_big(request, error)
+                response = error_response(error)
             except _ClientGone:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             response.headers["X-Request-Id"] = request_id
@@ -145,7 +139,7 @@ class HttpApi:
         answering = await prepare(self._gateway, request, request_id, owner, self._request_timeout_s)
         if not request.stream:
             reply, timing = await answer_json(answering)
-            return _json(reply, 200, {"Server-Timing": timing})
+            return json_response(reply, 200, {"Server-Timing": timing})
         return await _streaming(answer_stream(answering))
 
     async def _respond(self, body: bytes, request_id: str, owner: str) -> Response:
@@ -153,47 +147,32 @@ class HttpApi:
         responding = await prepare_response(self._gateway, request, request_id, owner, self._request_timeout_s)
         if not request.stream:
             reply, timing = await respond(responding)
-            return _json(reply, 200, {"Server-Timing": timing})
+            return json_response(reply, 200, {"Server-Timing": timing})
         return await _streaming(respond_stream(responding))
 
     async def _read_body(self, request: Request) -> bytes:
-        declared = request.headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._max_body_bytes:
-            raise _BodyTooBig
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max_body_bytes:
-                raise _BodyTooBig
-        return bytes(body)
-
-    async def too_big(self, request: Request, error: Exception) -> Response:
-        message = f"the body is larger than {self._max_body_bytes} bytes (gateway.max_body_bytes)"
-        detail = ErrorDetail(
-            message=message, type="invalid_request_error", param=None, code=str(ErrorCode.INVALID_REQUEST)
-        )
-        return _json(ErrorReply(error=detail), 413)
+        return await read_body(request, self._max_body_bytes)
 
     # ------------------------------------------------------------------------------------------ sessions
 
     async def open_session(self, request: Request) -> Response:
         """Its KV stays on its decode worker between turns; requests name it as `session_id`."""
-        return _json(SessionCard(id=self._gateway.open_session(_owner(request))), 201)
+        return json_response(SessionCard(id=self._gateway.open_session(owner_of(request))), 201)
 
     async def close_session(self, request: Request, session_id: str) -> Response:
-        self._gateway.close_session(SessionId(session_id), _owner(request))
+        self._gateway.close_session(SessionId(session_id), owner_of(request))
         return Response(status_code=204)
 
     # -------------------------------------------------------------------------------------------- others
 
     async def models(self) -> Response:
         """What is served here: one model."""
-        return _json(ModelList(data=[self._model_card()]))
+        return json_response(ModelList(data=[self._model_card()]))
 
     async def model(self, model_id: str) -> Response:
         """One model, by its name."""
         self._gateway.model.check_name(model_id)
-        return _json(self._model_card())
+        return json_response(self._model_card())
 
     def _model_card(self) -> ModelCard:
         model = self._gateway.model
@@ -201,76 +180,71 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         """What a prompt or a conversation is to the model."""
-        return _json(await tokenize(self._gateway.model, await self._read_body(request)))
+        return json_response(await tokenize(self._gateway.model, await self._read_body(request)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        return _json(detokenize(self._gateway.model, await self._read_body(request)))
+        return json_response(detokenize(self._gateway.model, await self._read_body(request)))
 
     async def live(self) -> Response:
         """This process turns its loop."""
-        return _json({"live": True})
+        return json_response({"live": True})
 
     async def ready(self) -> Response:
         """Requests can be answered: a decode worker is there and is heard."""
         ready, reason = self._gateway.readiness()
-        return _json({"ready": ready, "reason": reason}, 200 if ready else 503)
+        return json_response({"ready": ready, "reason": reason}, 200 if ready else 503)
 
     async def health(self) -> Response:
         """Ready, and no worker's engine is stuck in a step: what a load balancer should look at."""
         healthy, reason = self._gateway.health()
-        return _json({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
+        return json_response({"healthy": healthy, "reason": reason}, 200 if healthy else 503)
 
     async def metrics(self) -> Response:
         return Response(await self._gateway.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self) -> Response:
-        return _json({"version": self._gateway.version, "model": self._gateway.model.name})
+        return json_response({"version": self._gateway.version, "model": self._gateway.model.name})
 
     async def status(self) -> Response:
-        return _json(await self._gateway.status())
+        return json_response(await self._gateway.status())
 
     async def page_owner(self, worker: str, page: int, component: Component | None = None) -> Response:
         """Who holds one KV page or state slot of a worker, and its last transitions."""
-        return _json({"owner": await self._gateway.workers.page_owner(worker, page, component)})
+        return json_response({"owner": await self._gateway.workers.page_owner(worker, page, component)})
 
     async def handoffs(self, worker: str) -> Response:
         """A worker's last hand-offs and the open ones, with the times of their lives."""
-        return _json(await self._gateway.workers.handoffs(worker))
+        return json_response(await self._gateway.workers.handoffs(worker))
 
     async def trace(self, seconds: float = 5.0) -> Response:
         """Chrome trace events of all workers, of so many seconds from now on: opens in ui.perfetto.dev."""
         if not 0.0 < seconds <= MAX_TRACE_S:
             reason = f"a trace takes up to {MAX_TRACE_S:.0f} seconds"
             raise RequestError(ErrorCode.INVALID_REQUEST, reason, "seconds")
-        return _json(chrome_trace(await self._gateway.workers.record(seconds)))
+        return json_response(chrome_trace(await self._gateway.workers.record(seconds)))
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return _error_response(error)
+        return error_response(error)
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the API's own error shape."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         detail = ErrorDetail(message=message, type="invalid_request_error", param=None, code="not_found")
-        return _json(ErrorReply(error=detail), error.status_code)
+        return json_response(ErrorReply(error=detail), error.status_code)
 
     async def malformed_path(self, request: Request, error: Exception) -> Response:
         """A page that is no number, a component that no model has. Bodies are not FastAPI's to read here."""
         assert isinstance(error, RequestValidationError)
         found = error.errors()[0]
-        return _error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))
+        return error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))
 
     async def internal_error(self, request: Request, error: Exception) -> Response:
         """A bug in the gateway. The client gets a clear answer; the traceback goes to the log."""
         _log.error("request_failed", path=request.url.path, error=repr(error)[:500])
-        return _error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
-
-
-def _owner(request: Request) -> str:
-    """Whose sessions a request may use: those that were opened with the same key."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+        return error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
 
 
 async def _streaming(events: AsyncGenerator[bytes, None]) -> Response:
@@ -302,12 +276,3 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> 
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-def _json(reply: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode(reply), status, headers, "application/json")
-
-
-def _error_response(error: RequestError) -> Response:
-    http = http_error(error)
-    return _json(http.reply, http.status, http.headers)

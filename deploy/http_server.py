@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from baton.common.config import GatewayConfig
+from baton.common.config import ClusterConfig
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
+from baton.deploy.jobs.service import JobService
+from baton.deploy.jobs.store import JobStore
 
 KEEP_ALIVE_S = 30
 CLOSE_TIMEOUT_S = 2
@@ -28,13 +30,17 @@ ResultT = TypeVar("ResultT")
 class GatewayServer:
     """`make_gateway` is called on the new loop; requests are served from then on until `stop`."""
 
-    def __init__(self, listener: socket.socket, config: GatewayConfig, make_gateway: Callable[[], Gateway]) -> None:
+    def __init__(
+        self, listener: socket.socket, config: ClusterConfig, store: JobStore, make_gateway: Callable[[], Gateway]
+    ) -> None:
         self._listener = listener
         self._config = config
+        self._store = store
         self._make_gateway = make_gateway
         self._started: Future[Gateway] = Future()
         self._server: uvicorn.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._jobs: JobService | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     @property
@@ -52,6 +58,11 @@ class GatewayServer:
         assert self._loop is not None, "not started"
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    async def stop_jobs(self) -> None:
+        """On the gateway's loop: answers no line of a batch any more."""
+        assert self._jobs is not None, "not started"
+        await self._jobs.stop()
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Closes the door and every connection."""
         if self._server is not None:
@@ -64,7 +75,9 @@ class GatewayServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         gateway = self._make_gateway()
-        api = HttpApi(gateway, self._config.max_body_bytes, self._config.request_timeout_s)
+        self._jobs = jobs = JobService(self._store, gateway, self._config)
+        settings = self._config.gateway
+        api = HttpApi(gateway, jobs.api, settings.max_body_bytes, settings.request_timeout_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 api.app(),
@@ -79,3 +92,4 @@ class GatewayServer:
         # The socket listens already: connections wait in its backlog until the server takes them.
         self._loop.call_soon(self._started.set_result, gateway)
         await self._server.serve(sockets=[self._listener])
+        await jobs.close()

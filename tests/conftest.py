@@ -21,6 +21,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_of_tests() -> Iterator[None]:
+    """What clusters keep for the time after them is not kept after tests."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("BATON_STATE_DIR", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[str]:
     """Its address. Starting it costs five seconds, a cluster on it about one."""

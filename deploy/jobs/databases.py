@@ -16,12 +16,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from baton.common.config import POSTGRES
 from baton.common.errors import ConfigError, ErrorCode, RequestError
 
 if TYPE_CHECKING:
     import psycopg
 
-POSTGRES = ("postgresql://", "postgres://")
 BUSY_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5
 UNAVAILABLE_RETRY_AFTER_S = 1.0

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, GatewayConfig, LivenessConfig
+from baton.common.config import ClusterConfig, GatewayConfig, JobsConfig, LivenessConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.errors import ErrorCode
@@ -36,6 +37,8 @@ from baton.common.messages import (
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_server import GatewayServer
+from baton.deploy.jobs.databases import SqliteDatabase
+from baton.deploy.jobs.store import JobStore
 from baton.deploy.listener import open_listener
 from baton.deploy.tokenizer import ByteTokenizer, ServedModel
 
@@ -170,11 +173,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(worker: Loopback | None = None, *, members: bool = True, **settings: float) -> Iterator[Served]:
-    """A served gateway. `settings` are GatewayConfig's."""
+def serving(
+    worker: Loopback | None = None, *, members: bool = True, jobs: Mapping[str, int] = {}, **settings: float
+) -> Iterator[Served]:
+    """A served gateway. `settings` are GatewayConfig's, `jobs` are JobsConfig's."""
     worker = worker or Loopback()
     config = ClusterConfig(
         gateway=replace(GatewayConfig(port=0), **settings),  # type: ignore[arg-type]
+        jobs=replace(JobsConfig(poll_s=0.05), **jobs),
         liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, republish_interval_s=0.04, dead_after_s=0.06),
     )
     model = ServedModel("fake", MAX_MODEL_LEN, 258, (257,), ByteTokenizer())
@@ -183,7 +189,8 @@ def serving(worker: Loopback | None = None, *, members: bool = True, **settings:
         core = GatewayCore(config.gateway, config.transfer, config.liveness, MAX_MODEL_LEN)
         return Gateway(core, model, worker.post, MonotonicClock(), version="0.0.test", stuck_after_s=1.0)
 
-    server = GatewayServer(open_listener("127.0.0.1", 0), config.gateway, make_gateway)
+    store = JobStore(SqliteDatabase(Path(":memory:")))
+    server = GatewayServer(open_listener("127.0.0.1", 0), config, store, make_gateway)
     gateway = server.start()
     worker.deliver = gateway.deliver
     if members:

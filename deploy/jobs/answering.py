@@ -1,0 +1,70 @@
+"""How a line of a batch is answered: as the gateway would answer its body at the batch's endpoint.
+
+Owns: what a batch does not allow, and the outcome of a bug: an answer that says so, as for any other request. Never:
+waits or tries again (`runner.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from baton.common.errors import ErrorCode, RequestError
+from baton.common.log import EventLog
+from baton.deploy.gateway_shell import Gateway, new_request_id
+from baton.deploy.jobs.records import ClaimedLine
+from baton.deploy.jobs.runner import Reply
+from baton.deploy.json_bodies import refusal
+from baton.deploy.openai_answers import answer_json, prepare
+from baton.deploy.openai_api import ChatRequest, CompletionRequest, Sampled, parse_request
+from baton.deploy.openai_replies import Usage, encode, http_error
+from baton.deploy.responses_answers import prepare_response, respond
+from baton.deploy.responses_api import parse_responses_request
+
+_log = EventLog("baton.jobs")
+
+RequestT = TypeVar("RequestT", bound=Sampled)
+
+
+class LineAnswerer:
+    """`priority`: of lines that name none (smaller is sooner)."""
+
+    def __init__(self, gateway: Gateway, timeout_s: float, priority: int) -> None:
+        self._gateway = gateway
+        self._timeout_s = timeout_s
+        self._priority = priority
+
+    async def __call__(self, line: ClaimedLine) -> Reply:
+        request_id = new_request_id()
+        try:
+            body, input_tokens, output_tokens = await self._answer(line, request_id)
+        except RequestError as error:
+            http = http_error(error)
+            return Reply(request_id, http.status, encode(http.reply), retry_after_s=error.retry_after_s)
+        except Exception as error:  # noqa: BLE001 - the top frame of a request: a bug in it is not the other lines' end
+            _log.error("line_failed", batch=line.batch_id, line=line.line, error=repr(error)[:500])
+            reason = "the gateway failed on this request; its log says why"
+            return Reply(request_id, 500, encode(http_error(RequestError(ErrorCode.INTERNAL, reason)).reply))
+        return Reply(request_id, 200, body, input_tokens, output_tokens)
+
+    async def _answer(self, line: ClaimedLine, request_id: str) -> tuple[bytes, int, int]:
+        """(the body, tokens of the prompt, tokens of the answer)."""
+        asked = (request_id, line.owner, self._timeout_s)
+        if line.endpoint == "/v1/responses":
+            wanted = self._adapted(parse_responses_request(line.request))
+            response, _ = await respond(await prepare_response(self._gateway, wanted, *asked))
+            assert response.usage is not None, "it has ended"
+            return encode(response), response.usage.input_tokens, response.usage.output_tokens
+        kind = ChatRequest if line.endpoint == "/v1/chat/completions" else CompletionRequest
+        request = self._adapted(parse_request(kind, line.request))
+        reply, _ = await answer_json(await prepare(self._gateway, request, *asked))
+        assert isinstance(reply.usage, Usage), "it is whole"
+        return encode(reply), reply.usage.prompt_tokens, reply.usage.completion_tokens
+
+    def _adapted(self, request: RequestT) -> RequestT:
+        if request.stream:
+            raise refusal("stream", "the lines of a batch are answered whole (leave it out)")
+        if request.priority is not None:
+            return request
+        return msgspec.structs.replace(request, priority=self._priority)

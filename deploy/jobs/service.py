@@ -1,0 +1,59 @@
+"""A gateway's part in jobs: the routes, the runner on its loop, and the store on a thread.
+
+Owns: their wiring, start and end. Never: anything about a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from baton.common.config import ClusterConfig
+from baton.common.errors import RequestError
+from baton.common.log import EventLog
+from baton.deploy.gateway_shell import Gateway
+from baton.deploy.jobs.answering import LineAnswerer
+from baton.deploy.jobs.api import JobsApi
+from baton.deploy.jobs.runner import JobRunner
+from baton.deploy.jobs.store import JobStore
+from baton.deploy.jobs.store_thread import StoreThread
+
+_log = EventLog("baton.jobs")
+
+
+class JobService:
+    """Made on the loop that it runs on; it runs from then on until `stop`."""
+
+    def __init__(self, store: JobStore, gateway: Gateway, config: ClusterConfig) -> None:
+        self._store = StoreThread(store)
+        self._runner = JobRunner(
+            secrets.token_hex(8),
+            self._store,
+            LineAnswerer(gateway, config.gateway.request_timeout_s, config.jobs.priority),
+            config.jobs,
+            config.gateway.max_body_bytes,
+            time.time,
+        )
+        self.api = JobsApi(self._store, config.jobs, config.gateway.max_body_bytes, self._runner.poke)
+        self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._runner.run()
+        except Exception:  # noqa: BLE001 - the top frame of the runner: requests go on without it
+            _log.fatal("job_runner_failed")
+
+    async def stop(self) -> None:
+        """What this gateway was answering is others' to answer, at once. Files and batches can still be asked for."""
+        if self._running.done():
+            return
+        self._running.cancel()
+        await asyncio.wait({self._running})
+        with contextlib.suppress(RequestError):  # the leases end anyhow
+            await self._runner.give_back()
+
+    async def close(self) -> None:
+        await self.stop()
+        self._store.close()
