@@ -91,9 +91,8 @@ class InvariantChecker:
     """Costs a walk over the tree and the records: for every step in tests and simulation, for idle moments in
     production."""
 
-    def check(self, pool: KvPool, holdings: Iterable[Holding], *, tree_too: bool = True) -> Census:
-        """Raises InvariantViolation at the first rule that does not hold; returns the census when all do. Without the
-        tree's own (C5) where it is known that the tree has not changed since they held."""
+    def check(self, pool: KvPool, holdings: Iterable[Holding]) -> Census:
+        """Raises InvariantViolation at the first rule that does not hold; returns the census when all do."""
         held = list(holdings)
         for holding in held:
             _check_record(pool, holding)
@@ -105,9 +104,8 @@ class InvariantChecker:
         try:
             for allocator in pool.supply.allocators.values():
                 allocator.check()
-            if tree_too:
-                leases = [h.record.prefix_lock for h in held if h.record.prefix_lock is not None]
-                pool.prefix.check([*leases, *pool.copying])
+            leases = [h.record.prefix_lock for h in held if h.record.prefix_lock is not None]
+            pool.prefix.check([*leases, *pool.copying])
         except InvariantViolation:
             raise
         except OwnershipError as error:

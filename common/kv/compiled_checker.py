@@ -2,7 +2,7 @@
 
 Owns nothing of the pool; says what the pool's memory looks like and passes the records that are held. What it finds
 wrong is looked at once more by `InvariantChecker`, which says where; that one also runs every `FULL_EVERY` checks, and
-in place of this one where the prefix tree is not compiled.
+in place of this one where there is no compiler.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
-from baton.common.kv.prefix.chunk import ChunkCache
 from baton.common.kv.prefix.compiled import CompiledTree, PoolMemory, compiled_library
 from baton.common.kv.prefix.interface import PrefixLease
+from baton.common.kv.prefix.mirror import Mirror
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.record import ReqKvInfo
@@ -36,8 +36,6 @@ class StepChecker:
         self._holdings = holdings
         self._walk = InvariantChecker()
         self._checks = 0
-        # Changes and leases of a tree in Python when its rules held; the leases themselves, as ids are given out again.
-        self._tree_held: tuple[int, list[PrefixLease]] = (-1, [])
         self._tree = _compiled_tree(pool)
         self._memory = _memory_of(pool)
         self._where = byref(self._memory)
@@ -47,28 +45,17 @@ class StepChecker:
         """Raises InvariantViolation at the first rule that does not hold, given the records that are held now."""
         self._checks += 1
         rule = self.broken_rule(records)
-        if rule or self._checks % FULL_EVERY == 0:
+        if rule or self._tree is None or self._checks % FULL_EVERY == 0:
             self._walk.check(self._pool, self._holdings())
-        elif self._tree is None:
-            self._check_in_python(records)
         if rule:
             raise InvariantViolation(f"{rule} (and the walk over the pool finds nothing wrong)")
 
-    def _check_in_python(self, records: Sequence[ReqKvInfo]) -> None:
-        """The tree's own rules only when it, or who has a lease on it, has changed."""
-        prefix, pool = self._pool.prefix, self._pool
-        changes = prefix.changes if isinstance(prefix, UnifiedRadixCache) else self._checks
-        leases = [lease for record in records if (lease := record.prefix_lock) is not None]
-        state = changes, [*leases, *pool.copying]
-        self._walk.check(pool, self._holdings(), tree_too=state != self._tree_held)
-        self._tree_held = state
-
     def broken_rule(self, records: Sequence[ReqKvInfo]) -> str:
         """The first that the compiled walk finds, or ""."""
-        tree = self._tree
-        if tree is None:
+        if self._tree is None:
             return ""
         try:
+            tree = self._tree.tree() if isinstance(self._tree, Mirror) else self._tree
             numbers = self._numbers(records)
         except OwnershipError as error:  # a record or a lease that is used after its end
             return str(error)
@@ -100,17 +87,26 @@ class StepChecker:
 
     def _node_of(self, lease: PrefixLease) -> int:
         prefix = self._pool.prefix
+        if isinstance(self._tree, Mirror):
+            return self._tree.node_of(lease)
         if not isinstance(prefix, RadixCacheCpp):
             raise OwnershipError(f"a lease over {lease.length} tokens, where nothing is shared")
         return prefix.node_of(lease)
 
 
-def _compiled_tree(pool: KvPool) -> CompiledTree | None:
-    """Where nothing is shared, an empty one; None: there is none, or not of the compiled kind."""
-    if isinstance(pool.prefix, RadixCacheCpp):
-        return pool.prefix.compiled
-    library = compiled_library() if isinstance(pool.prefix, ChunkCache) else None
-    return None if library is None else CompiledTree(library, pool.layout)
+def _compiled_tree(pool: KvPool) -> CompiledTree | Mirror | None:
+    """The pool's, or a copy of it; where nothing is shared, an empty one; None: there is no compiler."""
+    prefix = pool.prefix
+    if isinstance(prefix, RadixCacheCpp):
+        return prefix.compiled
+    library = compiled_library()
+    if library is None:
+        return None
+    return (
+        Mirror(library, pool.layout, prefix)
+        if isinstance(prefix, UnifiedRadixCache)
+        else CompiledTree(library, pool.layout)
+    )
 
 
 def _memory_of(pool: KvPool) -> PoolMemory:

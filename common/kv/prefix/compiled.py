@@ -127,6 +127,7 @@ class CompiledLibrary:
         self.evict = self._function("evict", c_int64, c_void_p, c_int64, c_int64)
         self.cached = self._function("cached", c_int64, c_void_p)
         self.dump = self._function("dump", c_int64, c_void_p)
+        self.load = self._function("load", c_int64, c_void_p, c_char_p, c_char_p, c_char_p)
         self.audit = self._function("audit", c_int64, c_void_p, c_void_p, c_void_p, c_char_p)
         for name, mirror in (("reply_bytes", Reply), ("books_bytes", Books), ("pool_bytes", PoolMemory)):
             assert self._function(name, c_int64)() == ctypes.sizeof(mirror), f"{mirror} differs in C++ and Python"

@@ -7,7 +7,7 @@ the arithmetic of usable lengths. Positions are counted in pages from the root.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -234,6 +234,10 @@ class Ledger:
     def queued(self) -> set[int]:
         """By `id`, for checks."""
         return {id(node) for _, _, node in self._current()}
+
+    def entries(self) -> Iterable[tuple[Node, int]]:
+        """All of the queue, with what is out of date."""
+        return ((node, use) for use, _, node in self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -94,6 +94,15 @@ class UnifiedRadixCache:
     def locked(self) -> GroupCounts:
         return self._tree.locked
 
+    @property
+    def page_tree(self) -> PageTree:
+        """For the compiled checks."""
+        return self._tree
+
+    def node_of(self, lease: PrefixLease) -> Node:
+        """Where it ends. Raises OwnershipError for a lease that is not this cache's, or is over."""
+        return self._node_of(lease)
+
     def match_prefix(self, tokens: I32) -> PrefixMatch:
         data = tokens[: page_floor(len(tokens), self._page_size)].tobytes()
         path, known = descend(self._tree.root, data, self._tree.page_bytes)

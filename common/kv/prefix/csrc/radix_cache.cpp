@@ -27,6 +27,7 @@ struct Reply {
 
 namespace {
 
+constexpr int64_t kFields = 17;  // of a node in a dump
 constexpr size_t kKeptIds = 1 << 16;  // an answer larger than this gives its memory back before the next
 
 class RadixCache {
@@ -184,6 +185,42 @@ public:
         });
         for (const Ledger* ledger : ledgers)
             for (const Entry& entry : ledger->entries()) table_.insert(table_.end(), {entry.handle, entry.use});
+    }
+
+    // Takes over, into a tree that is new, what `dump` has written of another, whose handles count from 1; `found` is 0
+    // where the parent does not find the node, `parent` -1 where it has none. `counted`: the other's evictable and
+    // locked ids of each component, its nodes and its leases. Believes all of it, so that an audit finds what is wrong.
+    void load(const int64_t* counted, const int64_t* table, const Id* ids) {
+        for (Counts& counts : tree.books.of) {
+            counts.evictable = *counted++;
+            counts.locked = *counted++;
+        }
+        tree.books.nodes = counted[0];
+        tree.books.leases = counted[1];
+        const int64_t count = table[0], *queued = table + 2, *at = queued + 3;
+        for (int64_t handle = 1; handle <= count; ++handle) tree.nodes.add();
+        for (int64_t handle = 1; handle <= count; ++handle, at += kFields) {
+            Node* node = tree.nodes.find(at[0]);
+            node->parent = tree.nodes.find(at[1]);
+            node->key = Ints(ids, at[3]);
+            node->full = Ints(ids + at[3], at[4]);
+            node->swa = Ints(ids + at[3] + at[4], at[5]);
+            ids += at[3] + at[4] + at[5];
+            node->size = at[6];
+            node->end = at[7];
+            node->children = at[8];
+            node->locks = at[9];
+            node->last_use = at[10];
+            node->swa_live = at[11];
+            node->swa_locks = at[12];
+            node->swa_use = at[13];
+            node->state = at[14];
+            node->state_locks = at[15];
+            node->state_use = at[16];
+            if (node->parent && at[2] == at[0]) tree.children.add(node);
+        }
+        for (Ledger* ledger : {&tree.full, &tree.swa, &tree.state})
+            for (int64_t left = *queued++; left > 0; --left, at += 2) ledger->push(at[1], tree.nodes.find(at[0]), count);
     }
 
     // Runs `action`, and says in the reply what it left in the buffers; 0 unless a rule was broken.
@@ -375,6 +412,9 @@ int64_t baton_radix_cached(RadixCache* cache) {
 }
 int64_t baton_radix_dump(RadixCache* cache) {
     return cache->guarded([&] { cache->dump(); });
+}
+int64_t baton_radix_load(RadixCache* cache, const int64_t* counted, const int64_t* table, const Id* ids) {
+    return cache->guarded([&] { cache->load(counted, table, ids); });
 }
 int64_t baton_radix_pool_bytes() { return sizeof(Pool); }
 int64_t baton_radix_audit(RadixCache* cache, const Pool* pool, const int64_t* numbers, const uint8_t* taken) {
