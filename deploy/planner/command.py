@@ -12,6 +12,7 @@ import msgspec
 
 from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
+from baton.deploy.charts import check_kind
 from baton.deploy.planner.cluster import Knobs
 from baton.deploy.planner.cost import CostModel, decode_cost, encode_cost, pairs_of
 from baton.deploy.planner.outcome import parse_slo, told_s
@@ -169,8 +170,8 @@ def as_json(plan: Plan) -> bytes:
 
 def run_plan(asked: Asked, config: ClusterConfig, out: Path | None, json: bool, told: Callable[[str], None]) -> str:
     """What goes to stdout."""
-    if out is not None and out.suffix not in (".html", ".svg", ".png"):
-        raise ConfigError("--out", str(out), "is drawn as .html, .svg or .png", "--out plan.html")
+    if out is not None:
+        check_kind(out)
     plan = make_plan(asked, config, told)
     said = verdict(plan)
     if out is not None:
