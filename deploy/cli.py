@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -297,6 +297,59 @@ def plan(
     )  # fmt: skip
     merged, _ = merge(_layers(config, settings, {}))
     typer.echo(run_plan(asked, merged, out, as_json, err.print))
+
+
+@app.command()
+def bench(
+    url: Url = None,
+    compare: Annotated[
+        Literal["colocated"] | None,
+        typer.Option(help="On this machine: split as configured, and as many workers that compute prompts themselves."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Replay this one; formats as for `baton plan`.")] = None,
+    lengths: Annotated[str, typer.Option(help="Without a trace: tokens of each prompt and answer.")] = "512:128",
+    scale_lengths: Annotated[float, typer.Option(help="Prompts and answers so many times as long.")] = 1.0,
+    rates: Annotated[str, typer.Option(help="Requests per second, one load after the other: 1,2,4.")] = "1",
+    at_once: Annotated[int | None, typer.Option(min=1, help="Instead of rates: so many open at any time.")] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Of each load.")] = 100,
+    slo: Annotated[str | None, typer.Option(help="What is promised: ttft=2s,itl=50ms; also tpot.")] = None,
+    target: Annotated[float, typer.Option(help="Share of the requests whose promises must be kept.")] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the prompts.")] = 0,
+    served_model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="For servers that want one.")] = None,
+    respect_eos: Annotated[bool, typer.Option("--respect-eos", help="Answers may end by themselves.")] = False,
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="The numbers, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Promises kept at each rate: .html, .svg or .png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load any OpenAI-compatible server, and say what came of it; or whether a split is better for this load."""
+    from baton.deploy import show
+    from baton.deploy.bench import command
+
+    asked = command.Asked(
+        trace=trace, lengths=lengths, scale_lengths=scale_lengths, rates=rates, at_once=at_once, requests=requests,
+        slo=slo, target=target, seed=seed, model=served_model, api_key=api_key, ignore_eos=not respect_eos,
+    )  # fmt: skip
+    command.check_files(out, picture, asked)
+    if compare is None:
+        if config is not None or settings or (model, prefill, decode) != (None, None, None):
+            raise typer.BadParameter("--model, --prefill, --decode, --config and --set need --compare colocated")
+        result = command.bench_url(url or env.cluster_url(), asked, err)
+    else:
+        if url is not None:
+            raise typer.BadParameter("--compare brings clusters of its own up: without --url")
+        layers = _layers(config, settings, _flags(model, prefill, decode, None, 0, None))
+        result = command.bench_splits(layers, asked, err)
+    command.save(result, out, picture)
+    if as_json:
+        show.print_json(result)
+    else:
+        command.tell(result, Console(highlight=False))
 
 
 @app.command()

@@ -333,7 +333,7 @@ class AsyncClient:
                 if response.is_error:
                     await response.aread()
                     raise _response_error(response)
-                async for line in _lines(response.aiter_bytes()):
+                async for line in lines_of(response.aiter_bytes()):
                     if line.startswith(b"data: ") and line != b"data: [DONE]":
                         text = collector.feed(line.removeprefix(b"data: "))
                         if text:
@@ -500,7 +500,7 @@ class Client:
         await self._loop.shutdown_asyncgens()
 
 
-async def _lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Lines of a stream of server-sent events. Only line feeds end one: httpx, which splits text, would also cut at the
     separators that Unicode has, and JSON may hold those as they are."""
     rest = b""
