@@ -157,9 +157,9 @@ def _measure(system: str, url: str, load: Load, asked: Asked, console: Console) 
     points = []
     for number, rate in enumerate(load.rates):
         trace = load.trace if rate is None else at_rate(load.trace, rate)
-        asks = asks_of(trace, asked.seed + number)
+        asks = asks_of(trace, f"{asked.seed}/{number}")
         if not number:
-            asyncio.run(offer(target, asks_of(trace, -1 - asked.seed)[:WARM_UP], 1, lambda ended: None))
+            asyncio.run(offer(target, asks_of(trace, f"{asked.seed}/warm")[:WARM_UP], 1, lambda ended: None))
         with _progress(len(asks), rate, console) as told:
             sent: list[Sent] = asyncio.run(offer(target, asks, asked.at_once, told))
         points.append(point_of(system, rate, sent, load.slo))

@@ -55,13 +55,13 @@ def same_lengths(prompt_tokens: int, output_tokens: int, count: int, seed: int) 
     return Trace(f"{prompt_tokens}:{output_tokens}", tuple(requests))
 
 
-def asks_of(trace: Trace, seed: int) -> list[Ask]:
+def asks_of(trace: Trace, seed: str) -> list[Ask]:
     """`seed` draws the tokens: with another one no server finds them in its cache."""
     rng = random.Random(seed)
     return [Ask(one.arrival_s, _prompt(one, seed, rng), one.output_tokens) for one in trace.requests]
 
 
-def _prompt(request: TraceRequest, seed: int, rng: random.Random) -> tuple[int, ...]:
+def _prompt(request: TraceRequest, seed: str, rng: random.Random) -> tuple[int, ...]:
     ids: list[int] = []
     for block in request.blocks[: -(-request.prompt_tokens // request.block_tokens)]:
         ids += _ids(random.Random(f"{seed}/{block}"), request.block_tokens)

@@ -25,13 +25,13 @@ def test_prompts_have_their_lengths_share_their_blocks_and_depend_on_the_seed() 
         TraceRequest(1.0, 27, 3, (1, 2, 4), 10),
         TraceRequest(2.0, 12, 3),
     )
-    first, second, third = asks_of(Trace("t", requests), 7)
+    first, second, third = asks_of(Trace("t", requests), "7")
     assert [len(one.prompt) for one in (first, second, third)] == [25, 27, 12]
     assert first.prompt[:20] == second.prompt[:20]
     assert first.prompt[20:] != second.prompt[20:25]
     assert all(FIRST_ID <= token <= LAST_ID for one in (first, second, third) for token in one.prompt)
-    assert asks_of(Trace("t", requests), 7) == [first, second, third]
-    assert asks_of(Trace("t", requests), 8)[0].prompt[:10] != first.prompt[:10]
+    assert asks_of(Trace("t", requests), "7") == [first, second, third]
+    assert asks_of(Trace("t", requests), "8")[0].prompt[:10] != first.prompt[:10]
 
 
 def test_arrivals_come_at_the_rate_that_is_asked() -> None:
