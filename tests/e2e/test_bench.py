@@ -35,7 +35,7 @@ def test_every_request_is_asked_as_it_was_to_be_and_measured(tmp_path: Path, cap
     prompts = [tuple(unpack_tokens(one.prompt)) for one in submits]
     assert {len(prompt) for prompt in prompts} == {40}
     assert len(set(prompts)) == len(prompts) == 4 + 24  # four to warm up, and nothing that a cache knows
-    assert all(one.sampling.ignore_eos for one in submits)
+    assert not any(one.sampling.stop_token_ids for one in submits)
     assert "100%" in said.out
     assert "40:6: ttft=10s,itl=5s" in picture.read_text()
 
