@@ -8,7 +8,7 @@ Token ids travel as little-endian int32 bytes (`pack_tokens`): 400 ids decode in
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ MAX_TOKENS = 1 << 20
 MAX_REGION_UNITS = 1 << 16
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_CHARS = 1 << 16
 MAX_PARTS = 8
 """Into so many groups of layers the units of a region may be cut."""
 
@@ -62,10 +63,18 @@ class _Message(_Value, frozen=True, kw_only=True, tag=True):
 # ---------------------------------------------------------------------------------------------- parts
 
 
+class Grammar(_Value, frozen=True, kw_only=True):
+    """What the whole text of an answer must be. `choice` is a JSON list of texts, `ebnf` a grammar as GBNF or Lark,
+    `lark` one that refers to JSON schemas (what tool calls need)."""
+
+    kind: Literal["json_schema", "regex", "choice", "ebnf", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+
+
 class SamplingParams(_Value, frozen=True, kw_only=True):
     """How output tokens are chosen. Temperature 0 is greedy. Randomness is a function of (seed, output index) alone,
-    and penalties of the tokens so far, so that a request continues identically on another worker: there is no sampler
-    state beside these parameters and the tokens."""
+    penalties and what a grammar allows of the tokens so far, so that a request continues identically on another worker:
+    there is no sampler state beside these parameters and the tokens."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0  # 0: off
@@ -79,12 +88,18 @@ class SamplingParams(_Value, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=128)] = ()
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; n: the chosen token's and the n best
+    grammar: Grammar | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """The logits are changed, token by token."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
     @property
     def reshapes(self) -> bool:
-        """The logits are changed, token by token, before one is chosen."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+        """Which token is chosen depends on those before it, beside the model."""
+        return self.grammar is not None or self.penalizes
 
 
 class TokenLogprob(_Value, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.common.config import ClusterConfig
-from baton.common.engine.batch import KvMemory
+from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
@@ -19,14 +19,14 @@ class DecodeActor(WorkerActor):
         self,
         stamp: Stamp,
         pool: KvPool,
-        memory: KvMemory,
+        runner: ModelRunner,
         config: ClusterConfig,
         max_context_len: int,
-        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
-        return DecodeCore(stamp, pool, own, transfer, max_context_len, vocab_size, tiers, page_keys)
+        explain = runner.guides.explain
+        return DecodeCore(stamp, pool, own, transfer, max_context_len, runner.vocab_size, tiers, page_keys, explain)
 
     def has_tiers(self, config: ClusterConfig) -> bool:
         return config.kv.tiers.named

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from baton.common.engine.batch import NO_TOKEN
 from baton.common.engine.policy import finish_reason
 from baton.common.errors import ErrorCode
 from baton.common.messages import Failure, Output, TokenLogprob, pack_tokens
@@ -40,7 +41,7 @@ class Answers:
     # ------------------------------------------------------------------------------------------- growing
 
     def run(
-        self, request: DecodeRequest, now: float, first_token: int = -1, logprob: TokenLogprob | None = None
+        self, request: DecodeRequest, now: float, first_token: int = NO_TOKEN, logprob: TokenLogprob | None = None
     ) -> None:
         """All KV is there. The prompt is shared with others from here on."""
         self._parts.caching.share_prompt(request)
@@ -48,13 +49,17 @@ class Answers:
         request.times.runs(now)
         self._parts.steps.running.append(request)
         if request.wants_first_token:
-            assert first_token >= 0, f"{request.key} was filled without its first token"
+            wanting = first_token == NO_TOKEN and request.sampling.grammar is None
+            assert not wanting, f"{request.key} was filled without its first token"
             self.append(request, first_token, logprob, now)
 
     def append(
         self, request: DecodeRequest, token: int, logprob: TokenLogprob | None, now: float, packed: bytes | None = None
     ) -> None:
         """One more output token: tell the gateway, or finish."""
+        if token == NO_TOKEN:
+            self.fail(request, ErrorCode.INVALID_REQUEST, "the grammar outgrew what one step may compute", now)
+            return
         request.outputs.append(token)
         if logprob is not None:
             request.logprobs.append(logprob)

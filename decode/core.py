@@ -26,6 +26,7 @@ import numpy as np
 from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.policy import ExplainGrammar
 from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId, Stamp
 from baton.common.kv.census import Holding, OwnerClass
@@ -82,6 +83,7 @@ class DecodeCore:
         vocab_size: int,
         tiers: TiersConfig = _NO_TIERS,
         page_keys: PageKeys | None = None,
+        explain_grammar: ExplainGrammar = lambda grammar: "",
     ) -> None:
         assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
         self.pool = pool
@@ -89,7 +91,7 @@ class DecodeCore:
         self._answers = Answers(parts, max_context_len)
         self._filling = Filling(parts, self._answers, transfer.handoff_ttl_s)
         self._retraction = Retraction(parts, self._answers)
-        self._door = Door(config, parts.sessions, pool.longest, max_context_len, vocab_size)
+        self._door = Door(config, parts.sessions, pool.longest, max_context_len, vocab_size, explain_grammar)
         self._returns = Returns(pool)
         self._max_context_len = max_context_len
         self._numbers = 0

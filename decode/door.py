@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.common.config import DecodeConfig
-from baton.common.engine.policy import foreign_token
+from baton.common.engine.policy import ExplainGrammar, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId
 from baton.common.messages import Failure, Submit, unpack_tokens
@@ -15,13 +15,20 @@ class Door:
     has `vocab_size` of them, at most `max_context_len` in one sequence."""
 
     def __init__(
-        self, config: DecodeConfig, sessions: Sessions, longest: int, max_context_len: int, vocab_size: int
+        self,
+        config: DecodeConfig,
+        sessions: Sessions,
+        longest: int,
+        max_context_len: int,
+        vocab_size: int,
+        explain_grammar: ExplainGrammar,
     ) -> None:
         self._config = config
         self._sessions = sessions
         self._longest = longest
         self._max_context_len = max_context_len
         self._vocab_size = vocab_size
+        self._explain_grammar = explain_grammar
 
     def refusal(self, message: Submit, waiting: int) -> Failure | None:
         """`waiting`: how many requests do, here. None: it may come in."""
@@ -33,6 +40,8 @@ class Door:
                 return Failure(code=ErrorCode.INVALID_REQUEST, reason=field + foreign)
         if len(prompt) >= self._max_context_len or len(prompt) > self._longest:
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{len(prompt)} tokens never fit this worker")
+        if wrong := self._explain_grammar(message.sampling.grammar):
+            return Failure(code=ErrorCode.INVALID_REQUEST, reason=f"grammar: {wrong}")
         lost = message.session_turn > 0 and self._sessions.find(SessionId(message.session_id)) is None
         if lost and self._config.lost_session == "fail":
             return Failure(code=ErrorCode.SESSION_LOST, reason="this conversation's KV is not kept here any more")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast, final
 
 from baton.common.config import FAKE_MODEL, ClusterConfig
-from baton.common.engine.fake_runner import FAKE_VOCAB_SIZE
+from baton.common.engine.fake_model import FAKE_SPECIAL, FAKE_VOCAB_SIZE, fake_vocabulary
+from baton.common.engine.guiding import Guides, model_vocabulary
 from baton.common.errors import ConfigError, ErrorCode, RequestError
 from baton.common.kv.layout import Component, KvLayout
 from baton.deploy.json_bodies import shorten
@@ -19,11 +20,12 @@ from baton.deploy.json_bodies import shorten
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from baton.common.model.loading import ModelInfo
+
 FAKE_MAX_POSITIONS = 8192
 FAKE_BYTES_PER_TOKEN = 16
 _BYTES = 256
 _FAKE_END = FAKE_VOCAB_SIZE - 1
-_FAKE_SPECIAL = (b"<begin>", b"<end>")
 
 _ASIDE_CHARS = 4096  # longer texts are tokenized on another thread: the loop has streams to serve
 _TextT = TypeVar("_TextT")
@@ -64,7 +66,7 @@ class ByteTokenizer:
         return bytes(token for token in token_ids if token < _BYTES).decode("utf-8", errors="replace")
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        shown = (bytes([token]) if token < _BYTES else _FAKE_SPECIAL[token - _BYTES] for token in token_ids)
+        shown = (bytes([token]) if token < _BYTES else FAKE_SPECIAL[token - _BYTES] for token in token_ids)
         return b"".join(shown).decode("utf-8", errors="replace")
 
     def token_text(self, token_id: int) -> str:
@@ -148,6 +150,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
+    guides: Guides
     thinking_token_id: int = -1  # whose answers are not cached; -1: all are
 
     def check_name(self, asked: str) -> None:
@@ -170,23 +173,24 @@ def load_served_model(config: ClusterConfig) -> ServedModel:
     assert max_model_len is not None, "resolve() decides max_model_len"
     if config.model.model == FAKE_MODEL:
         fake = FakeModelInfo()
-        return _served(config, fake.name, max_model_len, fake.vocab_size, fake.eos_token_ids, ByteTokenizer())
+        return _served(config, fake, max_model_len, ByteTokenizer(), Guides(fake_vocabulary))
     from baton.common.model.loading import load_tokenizer, model_info  # heavy, and not needed for the fake model
 
     info = model_info(config.model.model)
     tokenizer = ModelTokenizer(load_tokenizer(config.model.model))
-    return _served(config, info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer)
+    guides = Guides(lambda: model_vocabulary(config.model.model, info.vocab_size, info.eos_token_ids))
+    return _served(config, info, max_model_len, tokenizer, guides)
 
 
 def _served(
-    config: ClusterConfig, name: str, max_model_len: int, vocab_size: int, eos: tuple[int, ...], tokenizer: Tokenizer
+    config: ClusterConfig, info: ModelInfo | FakeModelInfo, max_model_len: int, tokenizer: Tokenizer, guides: Guides
 ) -> ServedModel:
     thinking = -1
     if config.kv.strip_thinking_cache:
         start = config.model.thinking_start
         ids = tokenizer.encode_bare(start)
         if len(ids) != 1:
-            reason = f"is not one token of {name}, so nobody can see where an answer begins to think"
+            reason = f"is not one token of {info.name}, so nobody can see where an answer begins to think"
             raise ConfigError("model.thinking_start", start, reason, "or leave kv.strip_thinking_cache off")
         thinking = ids[0]
-    return ServedModel(name, max_model_len, vocab_size, eos, tokenizer, thinking)
+    return ServedModel(info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer, guides, thinking)

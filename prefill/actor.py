@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.common.config import ClusterConfig
-from baton.common.engine.batch import KvMemory
+from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
@@ -20,14 +20,14 @@ class PrefillActor(WorkerActor):
         self,
         stamp: Stamp,
         pool: KvPool,
-        memory: KvMemory,
+        runner: ModelRunner,
         config: ClusterConfig,
         max_context_len: int,
-        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         worker = config.prefill_worker
-        return PrefillCore(pool, worker, vocab_size, LayerGroups.of(memory, worker.layer_groups))
+        groups = LayerGroups.of(runner.memory, worker.layer_groups)
+        return PrefillCore(pool, worker, runner.vocab_size, groups, runner.guides.explain)
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.prefill_worker.max_queued_requests

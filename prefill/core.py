@@ -31,7 +31,7 @@ from baton.common.deadlines import Deadlines
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
 from baton.common.engine.chunks import chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
-from baton.common.engine.policy import chunk_end, foreign_token
+from baton.common.engine.policy import ExplainGrammar, chunk_end, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
@@ -74,11 +74,17 @@ class PrefillCore:
     """`EngineCore` of a prefill worker, for a model of `vocab_size` tokens."""
 
     def __init__(
-        self, pool: KvPool, config: PrefillConfig, vocab_size: int, layer_groups: LayerGroups = ONE_GROUP
+        self,
+        pool: KvPool,
+        config: PrefillConfig,
+        vocab_size: int,
+        layer_groups: LayerGroups = ONE_GROUP,
+        explain_grammar: ExplainGrammar = lambda grammar: "",
     ) -> None:
         self.pool = pool
         self._config = config
         self._vocab_size = vocab_size
+        self._explain_grammar = explain_grammar
         self._computing = Speed()
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
@@ -156,6 +162,8 @@ class PrefillCore:
             self._give_up(request, ErrorCode.OVERLOADED, f"{len(self._queue)} prompts are waiting here")
         elif foreign := foreign_token(offer.tokens, self._vocab_size):
             self._give_up(request, ErrorCode.INVALID_REQUEST, f"tokens{foreign}")
+        elif offer.sample and (wrong := self._explain_grammar(offer.sampling.grammar)):
+            self._give_up(request, ErrorCode.INVALID_REQUEST, f"grammar: {wrong}")
         elif request.total > self.pool.longest:
             reason = f"{request.total} tokens never fit this worker's pool"
             self._give_up(request, ErrorCode.PROMPT_TOO_LONG, reason)

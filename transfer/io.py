@@ -27,6 +27,7 @@ from baton.common.clock import Clock, MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.guiding import Guides
 from baton.common.engine.loop import end_process
 from baton.common.errors import BatonError
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
@@ -48,6 +49,7 @@ from baton.common.messages import (
 )
 from baton.common.trace import Recorder
 from baton.transfer.api import SinkCommand, SourceCommand
+from baton.transfer.compiling import Compiling
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.lanes import LaneFactory, build_lanes
@@ -105,7 +107,8 @@ class _HandOffs:
 
 class IoThread:
     """Sockets are opened here (ConfigError when they cannot be), the thread runs from `start` to `stop`. `deliver`,
-    `load` and `on_fatal` are called on the thread and must not wait. `memory` None: a process without KV."""
+    `load` and `on_fatal` are called on the thread and must not wait. `memory` None: a process without KV. With `guides`
+    a frame that asks for a token under a grammar is heard when that is compiled."""
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class IoThread:
         on_fatal: Callable[[], None] = end_process,
         lanes: LaneFactory = build_lanes,
         mesh: MeshFactory = Mesh,
+        guides: Guides | None = None,
     ) -> None:
         self._stamp = stamp
         self._deliver = deliver
@@ -131,6 +135,7 @@ class IoThread:
         self._hears_loads = role == "gateway"
         self._roster = Roster(stamp, config.liveness, self._clock.now())
         self._mesh = mesh(stamp, config.bind_host, keys)
+        self._compiling = None if guides is None else Compiling(guides, self._mesh.wake)
         self._hand_offs: _HandOffs | None = None
         addresses: tuple[LaneAddress, ...] = ()
         if memory is not None:
@@ -245,6 +250,8 @@ class IoThread:
         try:
             while not self._stopping:
                 self._turn()
+            if self._compiling is not None:
+                self._compiling.stop()
             if self._hand_offs is not None:
                 self._hand_offs.data.close()
             self._mesh.close()
@@ -258,6 +265,8 @@ class IoThread:
         frames = self._mesh.poll(self._wait_s(self._clock.now()))
         now = self._clock.now()
         self._apply(self._roster.on_timer(now), now)
+        if self._compiling is not None:
+            frames = [*self._compiling.take(), *(frame for frame in frames if not self._compiling.holds(frame))]
         for frame in frames:
             self._on_frame(frame, now)
         self._take_posted(now)
@@ -409,7 +418,7 @@ class IoThread:
             members=tuple(self._roster.members.values()),
             silent=self._roster.silent,
             mesh=self._mesh.counters,
-            dropped=dict(self._dropped),
+            dropped=dict(self._dropped) | ({} if self._compiling is None else {"uncompiled": self._compiling.dropped}),
             data=hand_offs.data.snapshot(now) if hand_offs is not None else None,
             hand_offs=hand_offs.endpoint.live_sinks + hand_offs.endpoint.live_sources if hand_offs is not None else 0,
             endpoint=dict(hand_offs.endpoint.counters) if hand_offs is not None else {},

@@ -54,16 +54,15 @@ _log = EventLog("baton.worker")
 
 
 class CoreFactory(Protocol):
-    """Makes the role's core over a pool; with `page_keys`, over tiers below it."""
+    """Makes the role's core over the pool of a runner's memory; with `page_keys`, over tiers below it."""
 
     def __call__(
         self,
         stamp: Stamp,
         pool: KvPool,
-        memory: KvMemory,
+        runner: ModelRunner,
         config: ClusterConfig,
         max_context_len: int,
-        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore: ...
 
@@ -166,7 +165,7 @@ class WorkerProcess:
             self._step_tokens,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
-        core = self._make_core(self._stamp, pool, memory, config, max_context_len, runner.vocab_size, page_keys)
+        core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys)
         checker = InvariantChecker()
 
         def check() -> None:
@@ -182,6 +181,7 @@ class WorkerProcess:
             controller_address=spec.controller_address,
             load=lambda: engine.load(),
             clock=self._clock,
+            guides=runner.guides,
         )
         tiers = None
         if levels is not None:
@@ -349,10 +349,9 @@ class WorkerActor(ProcessActor):
         self,
         stamp: Stamp,
         pool: KvPool,
-        memory: KvMemory,
+        runner: ModelRunner,
         config: ClusterConfig,
         max_context_len: int,
-        vocab_size: int,
         page_keys: PageKeys | None,
     ) -> EngineCore:
         raise NotImplementedError

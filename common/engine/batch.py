@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,24 @@ from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.shared_memory import SharedBlock
 from baton.common.units import pages_for_tokens
 
+if TYPE_CHECKING:
+    from baton.common.engine.guiding import Guides
+
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens before the one that is to be chosen: what penalties look at. Derived from the request, never shipped;
-    counted anew in each step, which is little beside the attention to the same tokens."""
+    """The tokens before the one that is to be chosen: what penalties and grammars look at. Derived from the request,
+    never shipped; counted anew in each step, which is little beside the attention to the same tokens."""
 
     prompt: I32
     outputs: I32
 
 
 NO_TOKENS: I32 = np.zeros(0, dtype=np.int32)
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ def _offsets(lengths: list[int]) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row: the sampled token, or -1 where none was wanted; and its log probability where asked for."""
+    """Per row: the sampled token, or NO_TOKEN where none was wanted or a grammar has outgrown its limits; and its log
+    probability where asked for."""
 
     keys: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -250,6 +255,7 @@ class ModelRunner(Protocol):
     memory: KvMemory
     vocab_size: int
     max_positions: int
+    guides: Guides
 
     def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket: ...
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import History
+from baton.common.engine.batch import NO_TOKEN, History
 from baton.common.engine.fake_model import (
     FAKE_VOCAB_SIZE,
     FULL_SALT,
@@ -21,8 +21,10 @@ from baton.common.engine.fake_model import (
     A,
     B,
     FakeModel,
+    fake_vocabulary,
     mix_int,
 )
+from baton.common.engine.guiding import Guides
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 
@@ -32,7 +34,7 @@ ANY_FULL = KvLayout(page_size=1)
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """What a correct system answers."""
+    """What a correct system answers. `finish_reason` "": its grammar outgrew the limits of a step."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
@@ -73,12 +75,18 @@ def _generate(
     model = FakeModel(len(prompt) + n + 1, vocab_size)
     kept = _Kept(model, layout, np.asarray(prompt, dtype=np.int64), len(prompt) + n)
     given = np.asarray(prompt, dtype=np.int32)
+    guides = Guides(fake_vocabulary)
     tokens: list[int] = []
     logprobs: list[TokenLogprob | None] = []
     for index in range(n):
         digest = kept.digest()
         history = History(given, np.array(tokens, dtype=np.int32)) if sampling.reshapes else None
-        token = model.token(digest, sampling, index, history)
+        mask = None
+        if sampling.grammar is not None:  # under another key each time: by a matcher that reads them all
+            (mask,) = guides.masks([(index, sampling.grammar, np.array(tokens, dtype=np.int32))])
+        token = model.token(digest, sampling, index, history, mask)
+        if token == NO_TOKEN:
+            return FakeAnswer(tuple(tokens), tuple(logprobs), "")
         tokens.append(token)
         logprobs.append(model.logprob(digest, token, sampling))
         if token in stop:

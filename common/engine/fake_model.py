@@ -18,7 +18,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.engine.batch import History
+from baton.common.engine.batch import NO_TOKEN, History
+from baton.common.engine.guiding import TokenMask, Vocabulary, byte_vocabulary
 from baton.common.messages import SamplingParams, TokenLogprob
 
 U64 = npt.NDArray[np.uint64]
@@ -36,6 +37,11 @@ SWA_SALT = 0x2545F4914F6CDD1D
 STATE_SALT = 0x5851F42D4C957F2D
 
 FAKE_VOCAB_SIZE = 258  # every byte, a begin and an end token: text passes through a byte tokenizer unharmed
+FAKE_SPECIAL = (b"<begin>", b"<end>")
+
+
+def fake_vocabulary() -> Vocabulary:
+    return byte_vocabulary(FAKE_VOCAB_SIZE, FAKE_SPECIAL)
 
 
 def mix(values: U64) -> U64:
@@ -142,14 +148,27 @@ class FakeModel:
         weights: U64 = self._weight[positions]
         return weights
 
-    def token(self, digest: int, sampling: SamplingParams, output_index: int, history: History | None = None) -> int:
+    def token(
+        self,
+        digest: int,
+        sampling: SamplingParams,
+        output_index: int,
+        history: History | None = None,
+        mask: TokenMask | None = None,
+    ) -> int:
         """The next token, from the digest of all that is kept of the tokens before it. `history` where
-        `sampling.reshapes`: which tokens were in the prompt and in the output then counts once more."""
+        `sampling.reshapes`: which tokens were in the prompt and in the output then counts once more. `mask` where there
+        is a grammar: one of those that it allows; NO_TOKEN without a mask."""
         salt = mix_int(sampling.seed * A + output_index + 1) if sampling.temperature > 0 else 0
         if sampling.reshapes:
             assert history is not None, "a penalty without the tokens that it is for"
             salt ^= mix_int(_counted(history.prompt, START) * A + _counted(history.outputs, SWA_SALT))
-        return mix_int(digest ^ salt) % self.vocab_size
+        if sampling.grammar is None:
+            return mix_int(digest ^ salt) % self.vocab_size
+        if mask is None:
+            return NO_TOKEN
+        allowed = np.flatnonzero(mask)
+        return int(allowed[mix_int(digest ^ salt) % len(allowed)])
 
     def logprob(self, digest: int, token: int, sampling: SamplingParams) -> TokenLogprob | None:
         """Made-up but reproducible log probabilities, when asked for."""

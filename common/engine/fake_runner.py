@@ -32,8 +32,10 @@ from baton.common.engine.fake_model import (
     B,
     FakeModel,
     Spread,
+    fake_vocabulary,
     join_digests,
 )
+from baton.common.engine.guiding import Guides, MaskedRow, TokenMask
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import TokenLogprob
@@ -128,6 +130,7 @@ class FakeRunner:
         self.memory = memory
         self.vocab_size = vocab_size
         self.max_positions = max_positions
+        self.guides = Guides(fake_vocabulary)
         self._cost = cost or StepCost()
         self._model = FakeModel(max_positions + memory.layout.page_size, vocab_size)
         self._of = {component: _Memory(memory, component) for component in memory.layout.components}
@@ -260,6 +263,7 @@ class FakeRunner:
         """Of the rows that want a token, from what was found of them in each component."""
         tokens = [-1] * batch.num_rows
         logprobs: list[TokenLogprob | None] = [None] * batch.num_rows
+        masks = self._masks(batch) if batch.histories else {}
         if len(wanted):
             digests = found[0]
             for others in found[1:]:
@@ -268,9 +272,19 @@ class FakeRunner:
                 sampling = batch.sampling[row]
                 assert sampling is not None
                 history = batch.histories.get(batch.keys[row])
-                tokens[row] = self._model.token(digest, sampling, batch.output_indices[row], history)
+                tokens[row] = self._model.token(
+                    digest, sampling, batch.output_indices[row], history, masks.get(batch.keys[row])
+                )
                 logprobs[row] = self._model.logprob(digest, tokens[row], sampling)
         return tuple(tokens), tuple(logprobs)
+
+    def _masks(self, batch: Batch) -> dict[int, TokenMask | None]:
+        """Of the guided rows, by key."""
+        rows: list[MaskedRow] = []
+        for key, sampling in zip(batch.keys, batch.sampling, strict=True):
+            if sampling is not None and sampling.grammar is not None:
+                rows.append((key, sampling.grammar, batch.histories[key].outputs))
+        return dict(zip([key for key, _, _ in rows], self.guides.masks(rows), strict=True))
 
     def _digests(
         self,

@@ -6,18 +6,22 @@ Owns no state. Never: allocates, sends, or looks at a clock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from baton.common.ids import WorkerId
-from baton.common.messages import SamplingParams
+from baton.common.messages import Grammar, SamplingParams
 from baton.common.units import page_floor
 
 AFFINITY_TOKENS = 64
 """Prompts that agree in this many tokens prefer the same worker, which then has their prefix cached."""
+
+
+ExplainGrammar = Callable[[Grammar | None], str]
+"""What is wrong with a grammar ("": nothing): the same at every call, and known by then (`guiding.Guides.explain`)."""
 
 
 def chunk_end(done: int, total: int, budget: int, page_size: int, cut: int = 0) -> int:

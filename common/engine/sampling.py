@@ -1,5 +1,5 @@
-"""From logits to tokens: biases and penalties, greedy, temperature, min-p, top-k, top-p, and log probabilities. Pure
-functions of their arguments, applied in this order, which is vLLM's.
+"""From logits to tokens: biases and penalties, grammars, greedy, temperature, min-p, top-k, top-p, and log
+probabilities. Pure functions of their arguments, applied in this order, which is vLLM's.
 
 Randomness is counter-based: output number `i` of a request with seed `s` uses `u = uniform(s, i)` and nothing else, and
 penalties count the tokens so far, so a request moves to another worker without any sampler state. The token is the
@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.common.engine.batch import History
+from baton.common.engine.batch import NO_TOKEN, History
+from baton.common.engine.guiding import TokenMask
 from baton.common.messages import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _TOP_P_FIRST_LOOK = 256  # candidates sorted before the whole row has to be
 _NO_HISTORIES: Mapping[int, History] = {}
+_NO_MASKS: Mapping[int, TokenMask | None] = {}
+_NEVER = np.float32(-np.inf)
 _BLOCK = 256  # the cumulative sum is searched by blocks of this many tokens
 
 
@@ -43,25 +46,53 @@ def sample(
     params: Sequence[SamplingParams],
     output_indices: Sequence[int],
     histories: Mapping[int, History] = _NO_HISTORIES,
+    masks: Mapping[int, TokenMask | None] = _NO_MASKS,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
     """One token per row of `logits` [rows, vocabulary], and its log probability where `params.logprobs >= 0`: that of
-    the model, before any of the parameters. `histories` has the rows whose `params.reshapes`."""
+    the model, before any of the parameters. `histories` has the rows whose `params.penalizes`, `masks` those with a
+    grammar: what may come next; where that is None, the token is NO_TOKEN."""
     assert logits.shape[0] == len(params) == len(output_indices), (logits.shape, len(params), len(output_indices))
-    unmodified = logits = logits.float()
-    if histories:
-        logits = unmodified.clone()
-        for row, history in histories.items():
-            _reshape(logits[row].numpy(), params[row], history)
+    logits = logits.float()
     tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))  # numpy's is ten times as fast
+    changed = _reshaped(logits, params, histories, masks)
+    for row, changed_row in changed.items():
+        tokens[row] = int(changed_row.numpy().argmax())
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows:
+        candidates = logits[random_rows]
+        for place, row in enumerate(random_rows):
+            if row in changed:
+                candidates[place] = changed[row]
         tokens[random_rows] = _sample_random(
-            logits[random_rows], [params[row] for row in random_rows], [output_indices[row] for row in random_rows]
+            candidates, [params[row] for row in random_rows], [output_indices[row] for row in random_rows]
         )
-    return tokens.tolist(), _logprobs(unmodified, tokens, params)
+    logprobs = _logprobs(logits, tokens, params)
+    chosen: list[int] = tokens.tolist()
+    for row, mask in masks.items():
+        if mask is None:
+            chosen[row] = NO_TOKEN
+    return chosen, logprobs
 
 
-def _reshape(logits: npt.NDArray[np.float32], params: SamplingParams, history: History) -> None:
+def _reshaped(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    histories: Mapping[int, History],
+    masks: Mapping[int, TokenMask | None],
+) -> dict[int, torch.Tensor]:
+    """The rows that are changed before a token is chosen; the others are not even copied."""
+    changed: dict[int, torch.Tensor] = {}
+    for row, history in histories.items():
+        changed[row] = logits[row].clone()
+        _penalize(changed[row].numpy(), params[row], history)
+    for row, mask in masks.items():
+        if mask is not None:
+            kept = changed.get(row, logits[row]).numpy()
+            changed[row] = torch.from_numpy(np.where(mask, kept, _NEVER))
+    return changed
+
+
+def _penalize(logits: npt.NDArray[np.float32], params: SamplingParams, history: History) -> None:
     """Changes one row [vocabulary]. The formulas are those that vLLM documents: a positive logit of a token that was
     seen is divided by the repetition penalty, another one multiplied; the OpenAI penalties are subtracted, for every
     time and once."""

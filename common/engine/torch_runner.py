@@ -34,6 +34,7 @@ from baton.common.engine.batch import (
     tell_nobody,
 )
 from baton.common.engine.gated_mlp import replace_gated_mlps
+from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
 from baton.common.engine.linears import pack_linears
 from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
@@ -102,10 +103,11 @@ class TorchRunner:
         attention: AttentionChoice = "auto",
         threads: int | None = None,
         shared: bool = False,
+        guides: Guides | None = None,
         progress: Progress = silent,
     ) -> None:
-        """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Prefer
-        `TorchRunner.load`. Raises ConfigError."""
+        """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Without `guides` no
+        row has a grammar. Prefer `TorchRunner.load`. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
         backends = choose_backends(attention, info.head_dim, progress)
@@ -113,6 +115,7 @@ class TorchRunner:
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
+        self.guides = guides or Guides(no_vocabulary)
         self._groups = info.layer_groups(sliding_groups)
         buffers = self._make_buffers(dtype, num_pages, page_size, shared)
         self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
@@ -153,6 +156,7 @@ class TorchRunner:
             attention=attention,
             threads=threads,
             shared=shared,
+            guides=Guides(lambda: model_vocabulary(spec, info.vocab_size, info.eos_token_ids)),
             progress=progress,
         )
 
@@ -209,12 +213,25 @@ class TorchRunner:
         if ticket.logits is not None:
             params = [_wanted(batch.sampling[row]) for row in ticket.sampled_rows]
             indices = [batch.output_indices[row] for row in ticket.sampled_rows]
+            histories = _histories(batch, ticket.sampled_rows)
+            penalized = {place: history for place, history in histories.items() if params[place].penalizes}
             with torch.inference_mode():
-                chosen, scores = sample(ticket.logits, params, indices, _histories(batch, ticket.sampled_rows))
+                chosen, scores = sample(ticket.logits, params, indices, penalized, self._masks(ticket, histories))
             for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started
         return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s)
+
+    def _masks(self, ticket: TorchTicket, histories: Mapping[int, History]) -> Mapping[int, TokenMask | None]:
+        """Of the guided rows, by place among those that are sampled."""
+        batch, places, rows = ticket.batch, list[int](), list[MaskedRow]()
+        for place, history in histories.items():
+            row = ticket.sampled_rows[place]
+            grammar = _wanted(batch.sampling[row]).grammar
+            if grammar is not None:
+                places.append(place)
+                rows.append((batch.keys[row], grammar, history.outputs))
+        return dict(zip(places, self.guides.masks(rows), strict=True))
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
         """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""

@@ -16,7 +16,9 @@ import httpx
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, JobsConfig, LivenessConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import fake_answer
+from baton.common.engine.guiding import Guides
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import (
@@ -183,7 +185,7 @@ def serving(
         jobs=replace(JobsConfig(poll_s=0.05), **jobs),
         liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, republish_interval_s=0.04, dead_after_s=0.06),
     )
-    model = ServedModel("fake", MAX_MODEL_LEN, 258, (257,), ByteTokenizer())
+    model = ServedModel("fake", MAX_MODEL_LEN, 258, (257,), ByteTokenizer(), Guides(fake_vocabulary))
 
     def make_gateway() -> Gateway:
         core = GatewayCore(config.gateway, config.transfer, config.liveness, MAX_MODEL_LEN)

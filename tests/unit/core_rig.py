@@ -13,7 +13,9 @@ import numpy as np
 from baton.common.config import DecodeConfig, KvReturn, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
+from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
+from baton.common.engine.guiding import Guides
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.checker import InvariantChecker
@@ -37,6 +39,7 @@ from baton.common.messages import (
     CancelRequest,
     Failure,
     FinishAck,
+    Grammar,
     Member,
     Output,
     Resume,
@@ -69,6 +72,11 @@ PREFILL_2 = Stamp(WorkerId("prefill-1"), 1, Epoch(44))
 GREEDY = SamplingParams(max_tokens=8)
 VOCABULARY = 1 << 16
 """Tokens that the cores believe the model to have."""
+
+
+def no_door(grammar: Grammar | None) -> str:
+    """Lets everything through."""
+    return ""
 
 
 def member(stamp: Stamp, role: str) -> Member:
@@ -180,15 +188,20 @@ def decode_engine(
     cache: PrefixCacheName = "radix",
     tiers: TiersConfig | None = None,
     layers: int = 1,
+    guided: bool = False,
     **config: int,
 ) -> Engine:
+    """`guided`: its door knows what is wrong with a grammar."""
     config.setdefault("num_reserved_decode_tokens", 8)
     made = DecodeConfig(**config)
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     keys = None if tiers is None else PageKeys.of_model({"weights": "fake"}, page_size)
 
     def make(pool: KvPool) -> DecodeCore:
-        return DecodeCore(DECODE, pool, made, TransferConfig(), context, VOCABULARY, tiers or TiersConfig(), keys)
+        explain = Guides(fake_vocabulary).explain if guided else no_door
+        return DecodeCore(
+            DECODE, pool, made, TransferConfig(), context, VOCABULARY, tiers or TiersConfig(), keys, explain
+        )
 
     return Engine(make, sizes, made.chunk_tokens)
 
@@ -205,13 +218,16 @@ def prefill_engine(
     kv_return: KvReturn = "adaptive",
     layers: int = 1,
     page_bytes: int = 0,
+    guided: bool = False,
     **config: int,
 ) -> Engine:
-    """`page_bytes`: what its core believes of a page, when it decides by itself how to ship layers."""
+    """`page_bytes`: what its core believes of a page, when it decides by itself how to ship layers. `guided`: its door
+    knows what is wrong with a grammar."""
     made = PrefillConfig(kv_return=kv_return, **({} if page_bytes else {"layer_groups": 1}) | config)
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     groups = LayerGroups(layers, page_bytes, made.layer_groups)
-    return Engine(lambda pool: PrefillCore(pool, made, VOCABULARY, groups), sizes, made.chunk_tokens)
+    explain = Guides(fake_vocabulary).explain if guided else no_door
+    return Engine(lambda pool: PrefillCore(pool, made, VOCABULARY, groups, explain), sizes, made.chunk_tokens)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.common.engine.batch import NO_TOKENS, History
+from baton.common.engine.batch import NO_TOKEN, NO_TOKENS, History
 from baton.common.engine.sampling import sample, uniform
 from baton.common.messages import SamplingParams
 
@@ -188,7 +188,7 @@ def test_penalties_biases_and_min_p_are_as_documented(
 ) -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(noise)) * 3
     index = len(outputs)
-    history = {1: History(np.array(prompt, np.int32), np.array(outputs, np.int32))} if params.reshapes else {}
+    history = {1: History(np.array(prompt, np.int32), np.array(outputs, np.int32))} if params.penalizes else {}
     neighbours = [SamplingParams(), params, SamplingParams(temperature=1, min_p=0.3)]
     (before, token, _), _ = sample(logits.expand(3, -1), neighbours, [0, index, 0], history)
     changed = documented(logits.tolist(), params, prompt, outputs)
@@ -210,3 +210,43 @@ def test_penalties_leave_the_reported_log_probabilities_alone() -> None:
     assert score is not None
     assert score.top[0][0] == 2
     assert logits.tolist() == [[1.0, 2.0, 3.0]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    params=shaping,
+    outputs=st.lists(st.integers(0, 39), max_size=12),
+    may_come=st.sets(st.integers(0, 39), min_size=1),
+    noise=st.integers(0, 1 << 30),
+)
+def test_under_a_mask_a_token_is_chosen_as_if_there_were_no_others(
+    params: SamplingParams, outputs: list[int], may_come: set[int], noise: int
+) -> None:
+    """That a bias of -100 or a penalty says no to a token that must come changes nothing."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(noise)) * 3
+    history = {1: History(NO_TOKENS, np.array(outputs, np.int32))} if params.penalizes else {}
+    mask = np.isin(np.arange(40), sorted(may_come))
+    neighbours = [SamplingParams(), params, SamplingParams()]
+    (before, token, after), _ = sample(logits.expand(3, -1), neighbours, [0, len(outputs), 0], history, {1: mask})
+    assert before == after == int(logits.argmax())
+    assert token in may_come
+    changed = np.array(documented(logits.tolist(), params, [], outputs))
+    changed[~mask] = -np.inf
+    if params.temperature == 0:
+        assert token == int(np.argmax(changed))
+        return
+    kept = {one: probability for one, probability in kept_tokens(changed.tolist(), params).items() if mask[one]}
+    below = sum(probability for other, probability in kept.items() if other < token)
+    assert below - 1e-5 <= uniform(params.seed, len(outputs)) <= below + kept[token] + 1e-5
+
+
+def test_a_mask_leaves_the_reported_log_probabilities_alone_and_where_there_is_none_no_token_is_chosen() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 2)
+    params = SamplingParams(logprobs=1)
+    masks = {0: np.array([True, False, False]), 1: None}
+    tokens, (score, _) = sample(logits, [params] * 2, [0, 0], {}, masks)
+    assert tokens == [0, NO_TOKEN]
+    assert score is not None
+    assert score.top[0][0] == 2
+    assert score.logprob == pytest.approx(float(torch.log_softmax(logits[0], 0)[0]))
+    assert logits.tolist() == [[1.0, 2.0, 3.0]] * 2
