@@ -20,6 +20,7 @@ from baton.common.errors import RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
+from baton.deploy.guided_api import check_grammar, grammar_asked
 from baton.deploy.json_bodies import refusal
 from baton.deploy.openai_api import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_for
 from baton.deploy.openai_replies import (
@@ -97,6 +98,9 @@ async def prepare(
         raise refusal("session_id", f"a turn has one prompt and one answer, not {count}")
     if count > MAX_CHOICES:
         raise refusal("n", f"{len(token_lists)} prompts, each {per_prompt} times, are more than {MAX_CHOICES} choices")
+    asked = grammar_asked(request)
+    if asked is not None:
+        await check_grammar(model.guides, asked)
     choices: list[_Choice] = []
     for tokens in token_lists:
         strange = model.strange_token(tokens)
@@ -109,6 +113,7 @@ async def prepare(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             drawn_seed=secrets.randbits(63),
+            grammar=None if asked is None else asked.grammar,
         )
         for turn in range(per_prompt):
             own_id = request_id if count == 1 else f"{request_id}-{len(choices)}"

@@ -4,7 +4,7 @@ Owns: the request shapes, and the refusal of what cannot be done: a parameter is
 Never: tokenizes, waits, or knows the cluster.
 
 Extensions to the OpenAI shapes: `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `timeout_s`,
-`session_id`, `priority` (smaller is sooner, as in vLLM).
+`session_id`, `priority` (smaller is sooner, as in vLLM), and what vLLM has beside `response_format` (`guided_api`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Priority, SamplingParams
+from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Grammar, Priority, SamplingParams
+from baton.deploy.guided_api import Choices, GrammarText, ResponseFormat, Schema, StructuredOutputs
 from baton.deploy.json_bodies import parse, refusal
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none: up to the model's length
@@ -68,6 +69,12 @@ class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_tokens: TokenCount | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -143,7 +150,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -189,8 +195,10 @@ def sampling_for(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     drawn_seed: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """The request's sampling, its length resolved. Raises RequestError PROMPT_TOO_LONG, naming the limit."""
+    """The request's sampling, its length resolved, under the grammar that it asks for. Raises RequestError
+    PROMPT_TOO_LONG, naming the limit."""
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if prompt_tokens == 0:
         raise refusal(field, "the prompt is empty")
@@ -226,6 +234,7 @@ def sampling_for(
         max_tokens=room if wanted is None else wanted,
         stop_token_ids=stop_ids,
         logprobs=request.wanted_logprobs,
+        grammar=grammar,
     )
 
 

@@ -158,7 +158,7 @@ def test_chat_messages_as_templates_want_them() -> None:
         ({"presence_penalty": -3}, "presence_penalty", ">= -2.0, got -3"),
         ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
         ({"min_p": 1.5}, "min_p", "<= 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "'json_object', 'json_schema', 'text'"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "<= 100"),
         ({"logit_bias": {"-5": 1}}, "logit_bias", "a key: expected `int` >= 0"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "a key: expected `int`, got `str`"),
