@@ -208,14 +208,19 @@ def frame(body: Body) -> Frame:
 
 
 def test_frames_wait_until_their_grammar_is_known_and_no_others_do() -> None:
-    woken = threading.Event()
-    guides = Guides(fake_vocabulary)
-    compiling = Compiling(guides, woken.set)
+    woken, go_on = threading.Event(), threading.Event()
+
+    def vocabulary() -> Vocabulary:
+        assert go_on.wait(10)
+        return fake_vocabulary()
+
+    compiling = Compiling(Guides(vocabulary), woken.set)
     try:
         for body in (submit(None), Heartbeat(), offer(WORD, sample=False)):
             assert not compiling.holds(frame(body))
         assert compiling.holds(frame(submit(WORD)))
         assert compiling.holds(frame(offer(WORD, sample=True)))
+        go_on.set()
         given: list[Frame] = []
         while len(given) < 2:
             assert woken.wait(10)
