@@ -234,7 +234,7 @@ class DecodeCore:
     def _admit(self, now: float) -> None:
         """Promises pages to waiting requests for as long as they fit, and starts filling them. Nobody is let in before
         one who is on his way out."""
-        while not self._parts.stores.awaited and (verdict := self._parts.waiting.admit(self._active())) is not None:
+        while not self._parts.stores.awaited and (verdict := self._parts.waiting.admit(self.active())) is not None:
             request, allocation = verdict
             if isinstance(allocation, PreAllocated):
                 self._filling.start(request, now)
@@ -245,7 +245,8 @@ class DecodeCore:
             else:
                 request.times.refused(now)
 
-    def _active(self) -> Iterable[ActiveRequest]:
+    def active(self) -> Iterable[ActiveRequest]:
+        """Those who own pages, as admission counts them."""
         for request in self._parts.requests.values():
             if request.kv is not None:
                 ends = isinstance(request.state, Storing | Stopping | Leaving)

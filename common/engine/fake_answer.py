@@ -18,6 +18,7 @@ from baton.common.engine.fake_model import (
     START,
     STATE_SALT,
     SWA_SALT,
+    U64,
     A,
     B,
     FakeModel,
@@ -93,6 +94,21 @@ def _generate(
             return FakeAnswer(tuple(tokens), tuple(logprobs), "stop")
         kept.add(token)
     return FakeAnswer(tuple(tokens), tuple(logprobs), "length")
+
+
+def fake_kept(tokens: npt.NDArray[np.int32], layout: KvLayout) -> dict[Component, U64]:
+    """What each component must keep of each position; of a recurrent state, what it is behind that position."""
+    model, given = FakeModel(len(tokens) + 1), tokens.astype(np.int64)
+    kept: dict[Component, U64] = {}
+    for component in layout.components:
+        match component:
+            case Component.FULL:
+                kept[component] = model.hashes(given, 0, START)
+            case Component.SWA:
+                kept[component] = model.window_hashes(given, 0, np.zeros(0, dtype=np.uint64), layout.window)
+            case Component.STATE:
+                kept[component] = model.hashes(given, 0, 0, STATE_SALT)
+    return kept
 
 
 class _Kept:

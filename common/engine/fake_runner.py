@@ -139,6 +139,10 @@ class FakeRunner:
             {} if step is None else {one: CompiledStep(step, memory, one) for one in memory.layout.components}
         )
 
+    def kept(self, component: Component, ids: I32) -> U64:
+        """What pages hold, position by position, or slots: [ids, positions]. Of damaged ones, something else."""
+        return self._of[component].read_pages(ids)
+
     def step_cost_s(self, batch: Batch) -> float:
         """What this step would take on the machine that `cost` describes."""
         return self._cost.of(batch)

@@ -7,8 +7,9 @@ What holds after every transition, given every live record exactly once:
  C3 a record's protected entries are the tree's pages of its lease, so they are cached and locked.
  C4 each taken row belongs to one record, each record has one taken row.
  C5 the tree is whole and its locks are exactly the leases of the records and of those who copy.
- C6 sliding window: what is needed behind `committed` is there, what the eviction cursor has passed is not; no record
-    owns and locks more than it was promised, and the promises add up to what the pool counts, at most all it has.
+ C6 sliding window: what is needed behind `committed` is there, what the eviction cursor has passed is not; each record
+    is promised what its length may need, and owns and locks no more than that; the promises add up to what the pool
+    counts, at most all it has.
  C7 recurrent state: what a record is still to copy its state from is the checkpoint that its lease protects.
 """
 
@@ -172,6 +173,9 @@ def _check_window(pool: KvPool, holding: Holding) -> None:
     held = window.held_pages(record)
     if held > record.swa_promised:
         raise InvariantViolation(f"C6: {_name(holding)} holds {held} sliding pages, promised {record.swa_promised}")
+    wanted = window.pages_for(record.kv_allocated_len)
+    if record.swa_promised != wanted:
+        raise InvariantViolation(f"C6: {_name(holding)} is promised {record.swa_promised} sliding pages, not {wanted}")
 
 
 def _check_promises(pool: KvPool, held: Sequence[Holding]) -> None:

@@ -44,7 +44,7 @@ class StepChecker:
     def check(self, records: Sequence[ReqKvInfo]) -> None:
         """Raises InvariantViolation at the first rule that does not hold, given the records that are held now."""
         self._checks += 1
-        rule = self.broken_rule(records)
+        rule = self.broken_rule(records) or self._broken_promise(records)
         if rule or self._tree is None or self._checks % FULL_EVERY == 0:
             self._walk.check(self._pool, self._holdings())
         if rule:
@@ -61,6 +61,12 @@ class StepChecker:
             return str(error)
         broken = tree.library.audit(tree.pointer, self._where, numbers.tobytes(), self._pool.rows.marks)
         return tree.reply.error.decode() if broken else ""
+
+    def _broken_promise(self, records: Sequence[ReqKvInfo]) -> str:
+        window = self._pool.window
+        if window is not None and any(one.swa_promised != window.pages_for(one.kv_allocated_len) for one in records):
+            return "C6: a record is not promised what its length may need"
+        return ""
 
     def _numbers(self, records: Sequence[ReqKvInfo]) -> array[int]:
         """What csrc/audit.h reads: `Now`, then `Record`s, then `Lease`s."""

@@ -50,6 +50,11 @@ class ClientRequest:
     outcome: str = ""  # "stop" | "length" | an ErrorCode | CONNECTION_LOST
     ended: RequestEnded | None = None
 
+    @property
+    def known(self) -> npt.NDArray[np.int32]:
+        """What was asked and what has come."""
+        return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
+
 
 class Clients:
     """All requests of a world."""
@@ -58,6 +63,7 @@ class Clients:
         self.requests: dict[RequestId, ClientRequest] = {}
         self.outcomes: Counter[str] = Counter()
         self.planned = 0
+        self._newly_over: list[ClientRequest] = []
         self._placements: dict[tuple[Stamp, str, int], int] = {}  # -> the epoch of whom it was given to
 
     def add(self, request: ClientRequest) -> None:
@@ -103,8 +109,14 @@ class Clients:
         """The one outcome of a request."""
         request.outcome = outcome
         self.outcomes[outcome] += 1
+        self._newly_over.append(request)
         if request.then is not None:
             request.then(request)
+
+    def newly_over(self) -> list[ClientRequest]:
+        """Since this was asked last."""
+        over, self._newly_over = self._newly_over, []
+        return over
 
     @property
     def all_ended(self) -> bool:

@@ -76,6 +76,7 @@ class WorldSettings:
     requests: int = 12
     arrival_s: float = 1.0  # requests arrive within this time
     conversations: int = 0  # beside them, of several turns each
+    repeats: float = 0.0  # share of requests whose prompt is another one's, at about that time or later
     max_prompt: int = 60
     max_tokens: int = 12
     request_timeout_s: float = 60.0
@@ -192,6 +193,7 @@ def random_settings(seed: int) -> WorldSettings:
         prefill_config=PrefillConfig(
             chunk_tokens=rng.choice((8, 16, 64)),
             grace_s=Random(seed ^ 0x6ACE).choice((0.0, 0.5, 5.0)),
+            max_queued_requests=Random(seed ^ 0x9E0E).choice((2, 256, 256)),
             kv_return=Random(seed ^ 0x2E7).choice(("on", "on", "off", "adaptive")),
         ),
         transfer=TransferConfig(
@@ -242,11 +244,13 @@ def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool, steady: 
         aftermath_s=rng.choice((0.0,) * 11 + (AFTERMATH_S,)),
         half_open=0.0 if calm or steady else rng.choice((0.0, 0.0, 0.3)),
         successor_pages=rng.choice((1.0, 1.0, 0.7)) if not calm else 1.0,
+        repeats=rng.choice((0.0, 0.3, 0.6)),
         clock_offset_s=rng.choice((0.0, 0.0, 1000.0)),
         clock_drift=rng.choice((0.0, 0.0, 0.05)),
         decode_config=dataclasses.replace(
             settings.decode_config,
             max_sessions=rng.choice((0, 1, 8)),
+            max_running_requests=rng.choice((3, 64, 64)),
             session_ttl_s=rng.choice((1.0, 15.0)),
             lost_session=rng.choice(("prefill", "prefill", "fail")),
         ),

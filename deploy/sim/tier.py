@@ -71,6 +71,7 @@ class SimTier:
         self._rng = process.world.rng
         self._stores: dict[JobId, bool] = {}  # under way, and whether it was aborted
         self._restores: dict[JobId, bool] = {}
+        self._below: dict[int, PageKey] = {}  # by page id: what the engine was told is kept of what is in it
 
     @property
     def quiet(self) -> bool:
@@ -83,6 +84,8 @@ class SimTier:
             case RestorePages(job) if self._refuses():
                 self._process.deliver(PagesRestored(job, 0))
             case StorePages(job):
+                for key, page in zip(command.keys, command.page_ids.tolist(), strict=True):
+                    assert self._below.get(page) != key, f"page {page} is stored once more by the same name"
                 self._stores[job] = False
                 self._later(lambda: self._store_from(command, 0))
             case RestorePages(job):
@@ -107,10 +110,12 @@ class SimTier:
         if not over and self._rng.random() >= self._settings.tier_loss:
             page = int(command.page_ids[at])
             self._process.assert_copied_from(page)
+            self._process.wrote_to_tier(command.keys[at], page)
             self._store.put(command.keys[at], self._pages[page])
             self._later(lambda: self._store_from(command, at + 1))
             return
         del self._stores[command.job]
+        self._told(command, at)
         self._process.world.probe("stored", (self._process, command))
         self._process.deliver(PagesStored(command.job, at))
 
@@ -132,5 +137,10 @@ class SimTier:
 
     def _end_restore(self, command: RestorePages, pages: int) -> None:
         del self._restores[command.job]
+        self._told(command, pages)
         self._process.world.probe("restored", (self._process, command, pages))
         self._process.deliver(PagesRestored(command.job, pages))
+
+    def _told(self, command: StorePages | RestorePages, count: int) -> None:
+        """So many of them are kept below."""
+        self._below |= zip(command.page_ids[:count].tolist(), command.keys[:count], strict=True)

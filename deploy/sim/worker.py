@@ -25,9 +25,11 @@ from baton.common.kv.compiled_checker import StepChecker
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
+from baton.common.kv.tiers.keys import PageKey
 from baton.common.messages import Frame, HandoffBody, Load
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.data_plane import DIRECT_LANE, PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.prefill.core import PrefillCore
@@ -105,6 +107,9 @@ class WorkerProcess(MemberProcess):
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
         self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
         self._checker = StepChecker(self.pool, self.core.holdings)
+        decode = settings.decode_config
+        self._admissions = AdmissionOracle(self.pool, decode.num_reserved_decode_tokens, decode.max_running_requests)
+        self._sessions = SessionOracle(decode.max_sessions, decode.session_ttl_s)
         self._inbox: deque[object] = deque()
         self._computing: Batch | None = None
         self._stages: Generator[int, None, FakeTicket] | None = None  # of the step, where it reports layers
@@ -163,7 +168,12 @@ class WorkerProcess(MemberProcess):
         due_s = core.next_deadline()
         if due_s is not None and due_s <= now:
             self._post(core.on_timer(now))
-        self._checker.check(core.records())
+        records = core.records()
+        self._checker.check(records)
+        if isinstance(core, DecodeCore):
+            self._admissions.look(core, records)
+        elif isinstance(core, PrefillCore):
+            assert_no_prompt_waits_in_vain(self.pool, core, records)
 
     def _layers_over(self) -> None:
         """The step has come so far: these layers are in the pages, the others are not."""
@@ -196,6 +206,11 @@ class WorkerProcess(MemberProcess):
     def check(self) -> None:
         """All KV invariants of this worker, by the walk that explains what it finds."""
         InvariantChecker().check(self.pool, self.core.holdings())
+
+    def look_at_sessions(self) -> None:
+        """Unless it cannot have done anything about them."""
+        if isinstance(self.core, DecodeCore) and not self.paused and not self._hangs:
+            self._sessions.look(self.core, self.now)
 
     # -------------------------------------------------------------------------------------- I/O thread
 
@@ -283,6 +298,10 @@ class WorkerProcess(MemberProcess):
         locked = self.pool.prefix.cached_pages()[1].of(self.pool.main)
         if not (locked == page).any() and not any(self.owns(one, page) for one in self.core.holdings()):
             raise AssertionError(f"{self.stamp.worker}: a tier reads page {page}, which nobody keeps for it")
+
+    def wrote_to_tier(self, key: PageKey, page: int) -> None:
+        content = self.runner.kept(self.pool.main, np.array([page], dtype=np.int32))[0]
+        self.world.stored_pages.wrote(key, content)
 
     def owns(self, holding: Holding, page: int) -> bool:
         return bool((self.pool.parts.own_ids(holding.record, self.pool.main) == page).any())

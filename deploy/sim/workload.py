@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 VOCABULARY = 258
 OWNER = "somebody"
+GOES_BACK = 0.2
+"""So many turns leave their conversation far behind its end."""
 
 
 def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> list[str]:
@@ -31,9 +33,15 @@ def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> li
     settings, rng = world.settings, world.rng
     families = [[rng.randrange(VOCABULARY) for _ in range(settings.max_prompt)] for _ in range(2)]
     names: list[str] = []
+    again = Random(world.seed ^ 0xA6A1)
+    asked: list[tuple[npt.NDArray[np.int32], float]] = []
     for number in range(settings.requests):
         request = random_request(number, rng, settings, families)
         gateway, at_s = rng.randrange(settings.gateways), first_s + rng.random() * settings.arrival_s
+        if asked and again.random() < settings.repeats:
+            request.prompt, before_s = again.choice(asked)
+            at_s = max(at_s, before_s) if again.random() < 0.5 else before_s + again.random() * 0.02
+        asked.append((request.prompt, at_s))
         names.append(request.request_id)
         if request.request_id not in left_out:
             world.clients.planned += 1
@@ -75,8 +83,9 @@ def random_sampling(rng: Random, settings: WorldSettings) -> SamplingParams:
 
 
 class Conversation:
-    """Each turn's prompt is the one before, its answer, and a few tokens more: now and then not of the answer, as when
-    somebody edits it. It ends with a turn that has no answer. Half of them are sessions."""
+    """Each turn's prompt is the one before, its answer, and a few tokens more: now and then not all of the answer, as
+    when somebody edits it, or the turn begins anew further back. It ends with a turn that has no answer. Half of them
+    are sessions."""
 
     def __init__(self, world: World, number: int, opening: list[int]) -> None:
         rng, settings = world.rng, world.settings
@@ -89,6 +98,8 @@ class Conversation:
         first = opening[: rng.randint(1, max(1, settings.max_prompt // 2))]
         self._said = np.array(first, dtype=np.int32)
         self._asked = [self._draw_turn(rng, settings) for _ in range(self.turns_left)]
+        again = Random(f"{world.seed} {self.name}")
+        self._goes_back = [again.random() if again.random() < GOES_BACK else 1.0 for _ in range(self.turns_left)]
 
     def _draw_turn(self, rng: Random, settings: WorldSettings) -> tuple[list[int], SamplingParams, float, bool]:
         """What is added to what was said, how it is answered, the pause before, and whether the answer was changed."""
@@ -102,6 +113,7 @@ class Conversation:
         turn = len(self._asked) - self.turns_left
         added, sampling, _, changed = self._asked[turn]
         said = self._said[:-1] if changed and len(self._said) > 1 else self._said
+        said = said[: max(1, round(len(said) * self._goes_back[turn]))]
         prompt: npt.NDArray[np.int32] = np.concatenate((said, np.array(added, dtype=np.int32)))
         if len(prompt) + 1 >= self._world.settings.max_context_len:
             self._end()

@@ -22,10 +22,11 @@ from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
+from baton.deploy.sim.oracles import StoredPages, assert_content
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberProcess, SimProcess
 from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
-from baton.deploy.sim.tier import SharedStore
+from baton.deploy.sim.tier import SharedStore, page_keys_of
 from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.workload import OWNER, plan_workload
 from baton.transfer.api import SinkFailed
@@ -74,6 +75,7 @@ class World:
         self.network = Network(self.schedule, settings.links, self.seats.get, self.probe)
         self.clients = Clients()
         self.tier_store = SharedStore(settings.tier_pages)  # survives every worker
+        self.stored_pages = StoredPages(page_keys_of(settings))
         self.gateway_config = GatewayConfig(max_inflight_requests=256)
         self.faulty = settings.links.loss > 0
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
@@ -330,6 +332,7 @@ class World:
             if self.now > self.calm_s + REST_S:
                 raise NeverRests(self._what_is_owed())
             self.schedule.run_until(self.now + QUIET_STEP_S)
+            self._look_around()
         self._judge()
         if self.settings.aftermath_s:
             self.schedule.run_until(self.now + self.settings.aftermath_s)
@@ -345,6 +348,13 @@ class World:
             self.probes,
             tuple(schedule.trace or ()),
         )
+
+    def _look_around(self) -> None:
+        """What is not judged after each event."""
+        workers = self.workers()
+        for worker in workers:
+            worker.look_at_sessions()
+        assert_content(workers, [one.known for one in self.clients.newly_over()])
 
     def _living(self) -> list[SimProcess]:
         return [process for process in self.seats.values() if process.alive]
@@ -371,6 +381,10 @@ class World:
 
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)
+        sequences = [one.known for one in self.clients.requests.values()]
+        assert_content(self.workers(), sequences)
+        for tokens in sequences:
+            self.stored_pages.assert_right(tokens)
         for worker in self.workers():
             worker.check()
             assert not list(worker.core.holdings()), f"{worker.stamp.worker} holds pages at rest"
