@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version as installed_version
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,6 +139,37 @@ def top(
         Console(highlight=False).print(dashboard.screen(before, now, interval))
     else:
         dashboard.run_top(gateway, interval, Console(highlight=False))
+
+
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Option(help="Look at the cluster behind this gateway, too.")] = None,
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    host: Host = None,
+    port: Port = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what of this machine, or of a running cluster, is broken or slow, and what to do about it."""
+    from baton.common.resolve import merge
+    from baton.deploy import doctor as examination
+    from baton.deploy import show
+
+    merged, _ = merge(_layers(config, settings, _flags(model, prefill, decode, host, port, None)))
+    findings = examination.examine_machine(merged, err.print)
+    if url is not None:
+        findings = chain(findings, examination.examine_cluster(url))
+    if as_json:
+        found = list(findings)
+        show.print_json(found)
+        right = examination.nothing_broken(found)
+    else:
+        right = examination.print_findings(findings, Console(highlight=False))
+    if not right:
+        raise typer.Exit(FAILED)
 
 
 @app.command()
