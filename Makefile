@@ -52,9 +52,10 @@ REQUESTS ?= 1000000
 sim-large: $(READY)
 	$(BIN)/python -m baton.deploy.sim.bench --seeds 0 --workers $(WORKERS) --requests $(REQUESTS) $(if $(TRACE),--trace $(TRACE))
 
-# A hundred processes killed at random moments under load, and 20,000 requests through tiny pools; minutes each.
+# A hundred processes killed at random moments under load, 20,000 requests through tiny pools, and a batch of 5,000 lines
+# that outlives everything that serves it; minutes each.
 soak: $(READY)
-	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py
+	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py tests/actors/test_jobs_kills.py
 
 # Ten thousand hand-offs between processes that are stopped and killed, over a network that damages what it can, and each
 # step of the protocol interrupted; about ten minutes. CHAOS_SEED=n draws other faults.

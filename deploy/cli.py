@@ -19,6 +19,7 @@ from baton.common import env
 from baton.common.errors import BatonError, ConfigError
 from baton.common.kv.layout import Component
 from baton.common.resolve import Layer, assignments_layer, environment_layer, file_layer, nested
+from baton.deploy.jobs.command import app as jobs
 
 OK, FAILED, MISUSED = 0, 1, 2
 
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(jobs)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[str | None, typer.Option(help="Built-in name, Hugging Face directory, or .gguf file.")]

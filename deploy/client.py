@@ -191,7 +191,7 @@ class AsyncStream:
         await self.aclose()
 
 
-def _gateway_url(given: str) -> str:
+def gateway_url(given: str) -> str:
     """With a scheme, without what lies below the gateway's root."""
     url = given if "://" in given else f"http://{given}"
     return url.rstrip("/").removesuffix("/v1")
@@ -211,7 +211,7 @@ class AsyncClient:
         timeout_s: float = 600.0,
         retries: int = 2,
     ) -> None:
-        self.base_url = _gateway_url(base_url)
+        self.base_url = gateway_url(base_url)
         self._model = model
         self._retries = retries
         self._http = httpx.AsyncClient(
@@ -310,7 +310,7 @@ class AsyncClient:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if response.is_error:
-            raise _response_error(response)
+            raise response_error(response)
         return response.content
 
     async def _deltas(self, prompt: Prompt, params: Params, collector: _Collector) -> AsyncGenerator[str, None]:
@@ -332,7 +332,7 @@ class AsyncClient:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.is_error:
                     await response.aread()
-                    raise _response_error(response)
+                    raise response_error(response)
                 async for line in lines_of(response.aiter_bytes()):
                     if line.startswith(b"data: ") and line != b"data: [DONE]":
                         text = collector.feed(line.removeprefix(b"data: "))
@@ -532,7 +532,8 @@ def _request_error(body: _ErrorBody, retry_after_s: float | None) -> RequestErro
     )
 
 
-def _response_error(response: httpx.Response) -> RequestError:
+def response_error(response: httpx.Response) -> RequestError:
+    """What an answer that is an error says."""
     retry_after = response.headers.get("Retry-After", "")
     retry_after_s = float(retry_after) if retry_after.isdecimal() else None
     try:

@@ -13,16 +13,19 @@ from baton.deploy.client import (
     Prompt,
     Stream,
 )
+from baton.deploy.jobs.client import BatchJob, JobsClient
 
 __all__ = [
     "Answer",
     "AsyncClient",
     "AsyncStream",
+    "BatchJob",
     "BatonError",
     "Client",
     "ClusterUnreachable",
     "ErrorCode",
     "Job",
+    "JobsClient",
     "Message",
     "Params",
     "Prompt",

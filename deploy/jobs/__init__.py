@@ -1,5 +1,6 @@
 """Durable batches behind `/v1/files` and `/v1/batches`: see docs/JOBS.md.
 
-`records`, `lines`: what there is, pure · `schema`, `databases`, `store`: where it is kept · `runner`, `answering`: how
-lines become answers · `api`: HTTP · `client`, `command`: the other side.
+What there is, pure: `records`, `lines`, `shapes`, `schema`. Where it is kept: `databases`, `tables`, `store`,
+`store_thread`. How lines become answers: `runner`, `answering`. A gateway's part: `api`, `service`. The other side:
+`client`, `terminal`, `command`.
 """

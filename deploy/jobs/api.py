@@ -1,6 +1,6 @@
 """`/v1/files` and `/v1/batches`, as OpenAI's clients use them.
 
-Owns: their routes, the shapes of their answers, the bound on an upload. Never: a statement, or the answer to a line.
+Owns: their routes, and the bound on an upload. Never: a statement, or the answer to a line.
 
 Clients see what was made with their own API key. Beside OpenAI's: an `Idempotency-Key` header when a batch is created
 gives the same batch again; windows other than "24h"; `GET /v1/batches/{id}/failures`, the error file so far.
@@ -12,16 +12,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from msgspec import Meta, Struct
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from baton.common.config import JobsConfig
 from baton.deploy.http_parts import json_response, owner_of, read_body, refuse_declared, too_large
-from baton.deploy.jobs.records import BatchRecord, FileRecord, Invalid, Status
+from baton.deploy.jobs.records import FileRecord
+from baton.deploy.jobs.shapes import BatchObject, BatchRequest, Deleted, FileObject, Page, batch_object, file_object
 from baton.deploy.jobs.store import JobStore
 from baton.deploy.jobs.store_thread import StoreThread
 from baton.deploy.json_bodies import parse, refusal, shorten
@@ -50,91 +49,6 @@ UPLOAD: dict[str, Any] = {
         },
     }
 }
-
-MetadataKey = Annotated[str, Meta(max_length=64)]
-MetadataValue = Annotated[str, Meta(max_length=512)]
-
-
-class BatchRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    input_file_id: Annotated[str, Meta(max_length=100)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
-
-
-class FileObject(Struct, frozen=True, kw_only=True):
-    id: str
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    object: str = "file"
-    status: str = "processed"
-
-
-class RequestCounts(Struct, frozen=True, kw_only=True):
-    total: int
-    completed: int
-    failed: int
-
-
-class InputDetails(Struct, frozen=True, kw_only=True):
-    cached_tokens: int = 0  # not added up
-
-
-class OutputDetails(Struct, frozen=True, kw_only=True):
-    reasoning_tokens: int = 0
-
-
-class BatchUsage(Struct, frozen=True, kw_only=True):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    input_tokens_details: InputDetails = InputDetails()
-    output_tokens_details: OutputDetails = OutputDetails()
-
-
-class Faults(Struct, frozen=True, kw_only=True):
-    data: list[Invalid]
-    object: str = "list"
-
-
-class BatchObject(Struct, frozen=True, kw_only=True):
-    id: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    status: Status
-    created_at: int
-    expires_at: int
-    request_counts: RequestCounts
-    usage: BatchUsage
-    metadata: dict[str, str]
-    errors: Faults | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    object: str = "batch"
-
-
-class Page(Struct, frozen=True, kw_only=True):
-    data: list[FileObject] | list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
-
-
-class Deleted(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "file"
-    deleted: bool = True
 
 
 class JobsApi:
@@ -186,7 +100,7 @@ class JobsApi:
             )
         finally:
             await form.close()
-        return json_response(_file_object(stored))
+        return json_response(file_object(stored))
 
     async def files(
         self,
@@ -200,11 +114,11 @@ class JobsApi:
         found, more = await self._store(
             JobStore.files, owner_of(request), purpose, after, limit, newest_first=order == "desc"
         )
-        return _page([_file_object(file) for file in found], more)
+        return _page([file_object(file) for file in found], more)
 
     async def file(self, request: Request, file_id: str) -> Response:
         """One file, without its content."""
-        return json_response(_file_object(await self._store(JobStore.file, owner_of(request), file_id)))
+        return json_response(file_object(await self._store(JobStore.file, owner_of(request), file_id)))
 
     async def content(self, request: Request, file_id: str) -> Response:
         """The bytes of a file."""
@@ -242,24 +156,24 @@ class JobsApi:
             idempotency_key,
         )
         self._on_change()
-        return json_response(_batch_object(batch))
+        return json_response(batch_object(batch))
 
     async def batches(
         self, request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
         """Newest first."""
         found, more = await self._store(JobStore.batches, owner_of(request), after, limit)
-        return _page([_batch_object(batch) for batch in found], more)
+        return _page([batch_object(batch) for batch in found], more)
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         """How far a batch is."""
-        return json_response(_batch_object(await self._store(JobStore.batch, owner_of(request), batch_id)))
+        return json_response(batch_object(await self._store(JobStore.batch, owner_of(request), batch_id)))
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Ends it at once; what was answered is kept."""
         batch = await self._store(JobStore.cancel, owner_of(request), batch_id, time.time())
         self._on_change()
-        return json_response(_batch_object(batch))
+        return json_response(batch_object(batch))
 
     async def failures(
         self,
@@ -302,44 +216,6 @@ def _checked(form: FormData, most_bytes: int) -> UploadFile:
 def _parts(file: UploadFile) -> Iterator[bytes]:
     """Read on the store's thread: it may lie on a disk."""
     return iter(lambda: file.file.read(PART_BYTES), b"")
-
-
-def _file_object(file: FileRecord) -> FileObject:
-    return FileObject(
-        id=file.id, bytes=file.nbytes, created_at=int(file.created_at), filename=file.filename, purpose=file.purpose
-    )
-
-
-def _batch_object(batch: BatchRecord) -> BatchObject:
-    ended_at = None if batch.ended_at is None else int(batch.ended_at)
-    at = {batch.status: ended_at}
-    faults = None if batch.errors is None else msgspec.json.decode(batch.errors, type=list[Invalid])
-    return BatchObject(
-        id=batch.id,
-        endpoint=batch.endpoint,
-        input_file_id=batch.input_file_id,
-        completion_window=batch.completion_window,
-        status=batch.status,
-        created_at=int(batch.created_at),
-        expires_at=int(batch.expires_at),
-        request_counts=RequestCounts(total=batch.total, completed=batch.completed, failed=batch.failed),
-        usage=BatchUsage(
-            input_tokens=batch.input_tokens,
-            output_tokens=batch.output_tokens,
-            total_tokens=batch.input_tokens + batch.output_tokens,
-        ),
-        metadata=msgspec.json.decode(batch.metadata, type=dict[str, str]),
-        errors=None if faults is None else Faults(data=faults),
-        output_file_id=batch.output_file_id,
-        error_file_id=batch.error_file_id,
-        in_progress_at=None if batch.started_at is None else int(batch.started_at),
-        finalizing_at=at.get("completed"),
-        completed_at=at.get("completed"),
-        failed_at=at.get("failed"),
-        expired_at=at.get("expired"),
-        cancelling_at=at.get("cancelled"),
-        cancelled_at=at.get("cancelled"),
-    )
 
 
 def _page(data: list[FileObject] | list[BatchObject], more: bool) -> Response:

@@ -13,7 +13,6 @@ from msgspec import Meta, Raw, Struct
 
 from baton.deploy.jobs.records import ClaimedLine, Invalid, Outcome
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TOLD_FAULTS = 100
 """Of one file; the first ones."""
 

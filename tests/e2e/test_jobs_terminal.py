@@ -1,0 +1,159 @@
+"""`baton jobs` and `JobsClient` against a served gateway: what is printed, exit codes, files, and patience."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_loopback import Loopback, Served, saying, serving
+
+from baton.client import JobsClient
+from baton.common.errors import BatonError, RequestError
+from baton.deploy.cli import FAILED, MISUSED, OK, run_command
+from baton.deploy.client import ClusterUnreachable
+from baton.deploy.jobs.terminal import Rate
+
+pytest.importorskip("python_multipart", reason="uploads need python-multipart: make setup")
+
+NOBODY = "http://127.0.0.1:9"
+Baton = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(Loopback(script=saying("Hello"))) as served:
+        yield served
+
+
+@pytest.fixture
+def baton(served: Served, capfd: pytest.CaptureFixture[str]) -> Baton:
+    """(exit code, stdout, stderr) of a `baton jobs` command."""
+
+    def run(*arguments: str, url: str = served.url) -> tuple[int, str, str]:
+        code = run_command(["jobs", *arguments, "--url", url])
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err + said.out
+        return code, said.out, said.err
+
+    return run
+
+
+def line(custom_id: str, model: str = "fake") -> dict[str, Any]:
+    body = {"model": model, "prompt": "hi", "max_tokens": 5}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(json.dumps(line(str(n))) for n in range(30)))
+    return path
+
+
+def test_from_submitting_to_results(baton: Baton, lines: Path, tmp_path: Path) -> None:
+    code, batch, _ = baton("submit", str(lines))
+    batch = batch.strip()
+    assert (code, batch[:6]) == (OK, "batch_")
+    code, told, watched = baton("status", batch, "--watch")
+    assert (code, told) == (OK, f"{batch} completed: 30 of 30 lines answered, 0 failed, 150 tokens\n")
+    assert "30/30" in watched
+    assert "tokens/s" in watched
+    assert "ETA" in watched
+    assert baton("status", batch)[1] == told
+    assert json.loads(baton("status", batch, "--json")[1])["request_counts"]["completed"] == 30
+    code, listed, _ = baton("status")
+    assert (code, batch in listed) == (OK, True)
+    code, results, _ = baton("results", batch)
+    assert [json.loads(one)["custom_id"] for one in results.splitlines()] == [str(n) for n in range(30)]
+    out = tmp_path / "out.jsonl"
+    assert baton("results", batch, "--out", str(out))[0] == OK
+    assert out.read_text() == results
+    assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+    assert baton("results", batch, "--errors")[:2] == (OK, "")
+    _, log, _ = baton("logs", batch)
+    assert "begun: 30 lines to /v1/completions" in log
+    assert "completed: 30 answered, 0 failed" in log
+
+
+def test_watching_tells_by_its_exit_code_whether_all_went_well(baton: Baton, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(f"{json.dumps(line('good'))}\n{json.dumps(line('bad', 'other'))}")
+    code, told, said = baton("submit", str(path), "--watch", "--json")
+    found = json.loads(told)
+    assert (code, found["status"], found["request_counts"]["failed"]) == (FAILED, "completed", 1)
+    assert found["id"] in said
+    _, log, _ = baton("logs", found["id"])
+    assert "bad: HTTP 404:" in log
+    assert len(json.loads(baton("logs", found["id"], "--json")[1])["failures"]) == 1
+    assert '"bad"' in baton("results", found["id"], "--errors")[1]
+    path.write_text("nonsense")
+    code, told, _ = baton("submit", str(path), "--watch")
+    assert (code, "failed: 0 of 0" in told) == (FAILED, True)
+    assert "line 1: invalid_json_line" in baton("logs", told.split()[0])[1]
+
+
+def test_cancelling_and_what_is_too_early(lines: Path, baton: Baton) -> None:
+    with serving(Loopback(silent=True)) as stuck:
+        batch = baton("submit", str(lines), url=stuck.url)[1].strip()
+        code, _, said = baton("results", batch, url=stuck.url)
+        assert (code, "its files come at its end" in said) == (FAILED, True)
+        code, told, _ = baton("cancel", batch, url=stuck.url)
+        assert (code, told.split()[1]) == (OK, "cancelled:")
+        assert "batch_cancelled" in baton("logs", batch, url=stuck.url)[1] or told.endswith("0 tokens\n")
+        assert baton("status", batch, "--watch", url=stuck.url)[0] == FAILED
+
+
+def test_the_same_key_gives_the_same_batch(baton: Baton, lines: Path) -> None:
+    first, again = (baton("submit", str(lines), "--key", "k")[1] for _ in range(2))
+    assert first == again
+
+
+def test_keys_part_people(baton: Baton, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = baton("submit", str(lines), "--api-key", "a")[1].strip()
+    code, _, said = baton("status", batch)
+    assert (code, "there is no batch" in said) == (FAILED, True)
+    monkeypatch.setenv("BATON_API_KEY", "a")
+    assert baton("status", batch)[0] == OK
+
+
+def test_misuse(baton: Baton, lines: Path) -> None:
+    assert baton("submit", "/nowhere.jsonl")[0] == MISUSED
+    assert baton("status", "--watch")[0] == MISUSED
+    assert baton("status", "batch_x")[0] == FAILED
+    code, _, said = baton("submit", str(lines), "--window", "soon")
+    assert (code, "completion_window" in said) == (FAILED, True)
+
+
+def test_a_client_finds_its_job_again(served: Served) -> None:
+    with JobsClient(served.url) as client:
+        batch_id = client.submit([line("a"), line("b")], metadata={"who": "me"}, key="mine").id
+    with JobsClient(served.url) as client:
+        job = client.submit([line("c")], key="mine")
+        assert job.id == batch_id
+        seen: list[int] = []
+        ended = client.job(batch_id).wait(lambda status: seen.append(status.request_counts.completed), poll_s=0.01)
+        assert (ended.status, ended.metadata, seen[-1]) == ("completed", {"who": "me"}, 2)
+        texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in job.results()}
+        assert texts == {"a": "Hello", "b": "Hello"}
+        assert list(job.errors()) == job.failures() == []
+        with pytest.raises(RequestError, match="no batch"):
+            client.job("batch_x").status()
+
+
+def test_patience_ends(lines: Path) -> None:
+    with JobsClient(NOBODY, patience_s=0.0) as client, pytest.raises(ClusterUnreachable):
+        client.submit(lines)
+    with serving(Loopback(silent=True)) as stuck, JobsClient(stuck.url) as client:
+        job = client.submit(lines)
+        with pytest.raises(BatonError, match="its files come at its end"):
+            list(job.results())
+
+
+def test_a_rate_is_that_of_late() -> None:
+    rate = Rate()
+    assert rate.after(100, 0.0) == 0.0
+    assert rate.after(200, 10.0) == 10.0
+    assert [rate.after(200 + n * 100, 10.0 + n) for n in range(1, 21)][-1] == 100.0
