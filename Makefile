@@ -50,7 +50,7 @@ sim: $(READY)
 WORKERS ?= 1000
 REQUESTS ?= 1000000
 sim-large: $(READY)
-	$(BIN)/python -m baton.deploy.sim.bench --seeds 0 --workers $(WORKERS) --requests $(REQUESTS) $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python -m baton.deploy.sim.bench --seeds 0 --progress --workers $(WORKERS) --requests $(REQUESTS) $(if $(TRACE),--trace $(TRACE))
 
 # A hundred processes killed at random moments under load, 20,000 requests through tiny pools, and a batch of 5,000 lines
 # that outlives everything that serves it; minutes each.

@@ -193,9 +193,11 @@ class Reject(_Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Every process to every peer it knows, each `heartbeat_interval_s`."""
+    """Each `heartbeat_interval_s`: a worker to the controller and every gateway, a gateway to the controller and every
+    decode worker, and whoever has a hand-off to its peer, who is asked to say that it lives, too."""
 
     load: Load = Load()
+    asks: bool = False
 
 
 class Membership(_Message, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
-from baton.common.messages import Body, Heartbeat, Load, Member, Membership
+from baton.common.messages import Body, Member, Membership
 from baton.deploy import ray_side
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
@@ -106,7 +106,6 @@ class ControllerLoop:
         self._rejected: deque[WorkerId] = deque()
         self._inbox: deque[Callable[[float], list[Effect]]] = deque()
         self._pool = ThreadPoolExecutor(RAY_THREADS, thread_name_prefix="ray")
-        self._heartbeat_due_s = 0.0
         self._changed = threading.Condition()
         self._status = ControllerStatus(
             revision=0, address=self._mesh.address, ready=False, finished=False, version=0, seats=(), members=(),
@@ -151,7 +150,7 @@ class ControllerLoop:
             self._rebuild()
             while True:
                 now = self._clock.now()
-                wait_s = max(0.0, min(self._live_core.next_deadline(), self._heartbeat_due_s) - now)
+                wait_s = max(0.0, self._live_core.next_deadline() - now)
                 frames = self._mesh.poll(wait_s)
                 now = self._clock.now()
                 for frame in frames:
@@ -159,7 +158,6 @@ class ControllerLoop:
                 while self._inbox:
                     self._carry_out(self._inbox.popleft()(now))
                 self._carry_out(self._live_core.on_timer(now))
-                self._beat(now)
                 self._publish_status()
         except BaseException:  # noqa: BLE001 - the thread's top frame
             # Ray starts the controller again, and it rebuilds its view: better than one that half works.
@@ -247,12 +245,6 @@ class ControllerLoop:
                 self._mesh.disconnect(self._rejected.popleft())
         self._mesh.connect(peer, member.address)
         self._mesh.send(peer, member.stamp.epoch, body)
-
-    def _beat(self, now: float) -> None:
-        if now >= self._heartbeat_due_s:
-            self._heartbeat_due_s = now + self._config.liveness.heartbeat_interval_s
-            for worker, member in self._peers.items():
-                self._mesh.send(worker, member.stamp.epoch, Heartbeat(load=Load()))
 
     def _publish_status(self) -> None:
         core = self._live_core

@@ -233,6 +233,10 @@ class Endpoint:
         """Hand-offs that hold source pages here."""
         return self._sources.live
 
+    def peers(self) -> list[Stamp]:
+        """With whom there are hand-offs that hold pages, here or perhaps there."""
+        return list(dict.fromkeys((*self._sinks.peers(), *self._sources.peers())))
+
     @property
     def counters(self) -> Mapping[str, int]:
         """ "side.State.Event.verdict" -> how often it was ignored; and what was dropped before any session."""

@@ -133,7 +133,7 @@ class IoThread:
         self._clock = clock or MonotonicClock()
         self._on_fatal = on_fatal
         self._hears_loads = role == "gateway"
-        self._roster = Roster(stamp, config.liveness, self._clock.now())
+        self._roster = Roster(stamp, role, config.liveness, self._clock.now())
         self._mesh = mesh(stamp, config.bind_host, keys)
         self._compiling = None if guides is None else Compiling(guides, self._mesh.wake)
         self._hand_offs: _HandOffs | None = None
@@ -318,7 +318,8 @@ class IoThread:
             if self._hand_offs is not None:
                 self._hand_offs.data.on_frame(body, sender, now)
         elif isinstance(body, Heartbeat) and not self._hears_loads:
-            pass
+            if body.asks:
+                self._roster.on_asked(sender)
         elif self._deliver(FromPeer(sender, body)) is False:
             self._dropped["refused_by_owner"] += 1
 
@@ -328,8 +329,6 @@ class IoThread:
                 self._apply(self._roster.on_membership(controller, body, now), now)
             case Reject():
                 self._on_rejected(body)
-            case Heartbeat():
-                pass
             case _:
                 self._dropped["odd_frame_of_controller"] += 1
 
@@ -348,7 +347,8 @@ class IoThread:
             self._mesh.disconnect(member.stamp.worker)
             _log.info("left", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
         for member in changes.joined:
-            self._mesh.connect(member.stamp.worker, member.address)
+            if self._roster.speaks_to(member):
+                self._mesh.connect(member.stamp.worker, member.address)
             _log.info("joined", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
         for worker in changes.fell_silent:
             _log.warning("silent", peer=worker)
@@ -368,8 +368,11 @@ class IoThread:
     def _speak(self, now: float) -> None:
         """Once per heartbeat interval."""
         load = self._load()
-        for worker, member in self._roster.members.items():
-            self._mesh.send(worker, member.stamp.epoch, Heartbeat(load=load))
+        audience = self._roster.audience(() if self._hand_offs is None else self._hand_offs.endpoint.peers(), now)
+        for members, asks in ((audience.told, False), (audience.asked, True)):
+            heartbeat = Heartbeat(load=load, asks=asks)
+            for worker, member in members.items():
+                self._mesh.send(worker, member.stamp.epoch, heartbeat)
         if self._controller_address:
             if self._connected_to != self._controller_address:
                 self._mesh.connect(CONTROLLER, self._controller_address)

@@ -20,6 +20,8 @@ from baton.deploy.sim.scale import LargeWorld, made_up_trace
 from baton.deploy.sim.settings import random_settings
 from baton.deploy.sim.world import Report, World
 
+PROGRESS_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -48,15 +50,25 @@ def of_seeds(first: int, count: int) -> Speed:
     return _speed(reports, time.process_time() - started)
 
 
-def of_size(workers: int, requests: int, trace: Sequence[TraceRequest]) -> Speed:
+def of_size(workers: int, requests: int, trace: Sequence[TraceRequest], *, progress: bool = False) -> Speed:
     """A world without faults, from its first request on, with every check."""
     large = LargeWorld(workers, requests, trace)
     large.start()
-    schedule = large.world.schedule
+    schedule, outcomes = large.world.schedule, large.world.clients.outcomes
     before, began_s, started = schedule.events, schedule.now, time.process_time()
-    report = large.world.run()
-    cpu_s = time.process_time() - started
-    return Speed(report.events - before, report.outcomes.total(), report.virtual_s - began_s, cpu_s)
+
+    def so_far() -> Speed:
+        cpu_s = time.process_time() - started
+        return Speed(schedule.events - before, outcomes.total(), schedule.now - began_s, cpu_s)
+
+    if progress:
+        large.every(PROGRESS_S, lambda: print(so_far().told(f"{workers} workers, so far"), _memory(), flush=True))
+    large.world.run()
+    return so_far()
+
+
+def _memory() -> str:
+    return f"  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
 
 
 def _speed(reports: list[Report], cpu_s: float) -> Speed:
@@ -69,6 +81,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many random worlds with faults")
     parser.add_argument("--workers", type=int, nargs="*", default=[10, 100], help="sizes of worlds without faults")
     parser.add_argument("--requests", type=int, default=2000, help="in each of those")
+    parser.add_argument("--progress", action="store_true", help="tell of large worlds every virtual second")
     parser.add_argument("--trace", type=Path, help="a file that baton plan reads (default: a made-up one)")
     arguments = parser.parse_args()
     if arguments.seeds:
@@ -78,8 +91,8 @@ def main() -> int:
         with arguments.trace.open() as lines:
             trace = read_trace(lines, arguments.trace.name).requests
     for workers in arguments.workers:
-        print(of_size(workers, arguments.requests, trace).told(f"{workers} workers"), flush=True)
-        print(f"{'':28} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most, so far")
+        speed = of_size(workers, arguments.requests, trace, progress=arguments.progress)
+        print(speed.told(f"{workers} workers"), _memory(), flush=True)
     return 0
 
 

@@ -47,6 +47,7 @@ class ClientRequest:
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    placements: dict[tuple[Stamp, int], int] = field(default_factory=dict)  # -> the epoch of whom it was given to
     outcome: str = ""  # "stop" | "length" | an ErrorCode | CONNECTION_LOST
     ended: RequestEnded | None = None
 
@@ -64,7 +65,6 @@ class Clients:
         self.outcomes: Counter[str] = Counter()
         self.planned = 0
         self._newly_over: list[ClientRequest] = []
-        self._placements: dict[tuple[Stamp, str, int], int] = {}  # -> the epoch of whom it was given to
 
     def add(self, request: ClientRequest) -> None:
         self.requests[request.request_id] = request
@@ -90,7 +90,7 @@ class Clients:
         request = self.requests[message.request_id]
         known = unpack_tokens(message.outputs).tolist()
         assert known == request.tokens, f"{request.request_id} is to go on behind {known}, not {request.tokens}"
-        whom = self._placements.setdefault((gateway, message.request_id, message.placement), epoch)
+        whom = request.placements.setdefault((gateway, message.placement), epoch)
         assert whom == epoch, f"placement {message.placement} of {request.request_id} is in two hands"
 
     def ended(self, effect: RequestEnded) -> None:

@@ -133,7 +133,7 @@ class MemberProcess(SimProcess):
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
         super().__init__(world, stamp, role)
         self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
-        self.roster = Roster(stamp, world.settings.liveness, self.now)
+        self.roster = Roster(stamp, role, world.settings.liveness, self.now)
         self._tick_s = world.settings.liveness.heartbeat_interval_s / 2
         self.after(0.0, self._tick, "tick")
 
@@ -149,11 +149,16 @@ class MemberProcess(SimProcess):
 
     def _speak(self) -> None:
         heartbeat = Heartbeat(load=self.load())
-        self.world.network.send_to_all(self.stamp, self.roster.members, heartbeat)
+        audience = self.roster.audience(self.partners(), self.now)
+        self.world.network.send_to_all(self.stamp, audience.told, heartbeat)
+        if audience.asked:
+            self.world.network.send_to_all(self.stamp, audience.asked, Heartbeat(load=heartbeat.load, asks=True))
         hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
         self.send(CONTROLLER, 0, heartbeat if self.roster.listed else hello)
 
     def send(self, worker: WorkerId, epoch: int, body: Body) -> None:
+        member = self.roster.member(worker)
+        assert member is None or self.roster.speaks_to(member), f"{self.name} has no way to {worker}"
         self.world.network.send(self.stamp, worker, epoch, body)
 
     def frame_arrived(self, frame: Frame) -> None:
@@ -175,6 +180,8 @@ class MemberProcess(SimProcess):
         if isinstance(body, Heartbeat):
             if self.role == "gateway":
                 self.deliver(FromPeer(sender, body))
+            elif body.asks:
+                self.roster.on_asked(sender)
         elif type(body) in HAND_OFF_KINDS:
             self.hand_off_frame(frame)
         else:
@@ -185,6 +192,10 @@ class MemberProcess(SimProcess):
             if changes.left or changes.joined:
                 self.membership_changed(changes.view)
             self.deliver(changes.view)
+
+    def partners(self) -> list[Stamp]:
+        """With whom it has hand-offs."""
+        return []
 
     def load(self) -> Load:
         raise NotImplementedError

@@ -154,10 +154,10 @@ def third_party(seed: int) -> Scenario:
             done = Done(key=key, regions=3, total_tokens=40, first_token=1)
             words: list[HandoffBody] = [Failed(key=key, failure=failure), done]
             for body in words:
-                other.send(worker.stamp.worker, worker.stamp.epoch, body)
+                world.network.send(other.stamp, worker.stamp.worker, worker.stamp.epoch, body)
             words = [Cancel(key=key, failure=failure), Commit(key=key), Ack(key=key, seq=9, credit=99)]
             for body in words:
-                other.send(source.worker, source.epoch, body)
+                world.network.send(other.stamp, source.worker, source.epoch, body)
             plan.note("somebody meddled")
 
     def look(world: World, details: object) -> None:
@@ -304,6 +304,47 @@ def half_open(seed: int) -> Scenario:
     return scenario
 
 
+def unheard_peer(seed: int) -> Scenario:
+    """Nothing that a prefill worker says reaches the decode worker whose hand-off it has; all others hear it: given up
+    for its silence, not at a deadline; used again when it is heard, though there is no hand-off to hear of."""
+    transfer = TransferConfig(credit_regions=2, handoff_ttl_s=6.0, tombstone_ttl_s=1.0)
+    plan = Plan(replace(BASE, prefill=2, decode=1, transfer=transfer), seed)
+    world, liveness = plan.world, plan.world.settings.liveness
+    for index in range(3):
+        plan.request(40, at_s=FIRST_S + 0.05 * index)
+    late = plan.request(40, at_s=FIRST_S + 6.0)
+    decode, unheard = WorkerId("decode-0"), set[WorkerId]()
+
+    def cut(details: object) -> None:
+        command = second_of(details)
+        assert isinstance(command, OpenSink)
+        unheard.add(command.peer)
+        world.partition(command.peer, decode, 12.0, both=False)
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        if isinstance(event, SinkFailed) and event.peer in unheard:
+            assert event.peer_lost, event
+            late_s = world.now - FIRST_S - liveness.dead_after_s - 3 * liveness.heartbeat_interval_s
+            assert late_s < 0.2, f"given up {late_s:.1f} s late"
+            plan.note("given up for its silence")
+        if isinstance(event, OpenSink) and event.request_id == late.request_id and event.peer not in unheard:
+            plan.note("another one was chosen while it was silent")
+
+    plan.once("command", lambda details: isinstance(second_of(details), OpenSink), cut)
+    world.on("engine_event", look)
+    world.on("command", look)
+    scenario = plan.ready("given up for its silence", "another one was chosen while it was silent")
+    world.calm_s = FIRST_S + 14.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        [worker] = world.workers("decode")
+        assert not worker.roster.silent, f"{worker.roster.silent} is never heard again"
+
+    return Scenario(world, reached)
+
+
 SCENARIOS = (
     prefill_abort_not_told,
     orphan_rooms,
@@ -314,4 +355,5 @@ SCENARIOS = (
     health_lies,
     controller_restarts,
     half_open,
+    unheard_peer,
 )

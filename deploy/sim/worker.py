@@ -233,6 +233,9 @@ class WorkerProcess(MemberProcess):
     def _io_due(self) -> None:
         self._carry_out(self.endpoint.on_timer(self.now))
 
+    def partners(self) -> list[Stamp]:
+        return self.endpoint.peers()
+
     def hand_off_frame(self, frame: Frame) -> None:
         self.world.probe("hand_off_frame", (self, frame))
         self._carry_out(self.endpoint.on_frame(frame, self.now))

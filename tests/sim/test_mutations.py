@@ -42,6 +42,7 @@ from baton.prefill.returning import Returns as PrefillReturns
 from baton.prefill.shipping import Shipping
 from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
+from baton.transfer.membership import Roster
 from baton.transfer.session import sink, source
 from baton.transfer.session.effects import EngineEvent, Landed
 from baton.transfer.session.sink_states import Receiving
@@ -447,6 +448,17 @@ def start_a_successor_without_proof(patch):
     patch.setattr(ControllerCore, "_kill", mutated)
 
 
+def listen_to_no_peer_of_a_hand_off(patch):
+    """The silence of a hand-off's peer counts for nothing."""
+    audience = Roster.audience
+    patch.setattr(Roster, "audience", lambda self, partners, now: audience(self, (), now))
+
+
+def answer_nobody_who_asks(patch):
+    """A worker without a hand-off does not say that it lives when it is asked."""
+    patch.setattr(Roster, "on_asked", lambda self, sender: None)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -480,6 +492,8 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     restore_under_other_names,
     free_a_page_of_the_window,
     start_a_successor_without_proof,
+    listen_to_no_peer_of_a_hand_off,
+    answer_nobody_who_asks,
 ]
 
 

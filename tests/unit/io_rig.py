@@ -16,7 +16,7 @@ from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, Transfe
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.messages import Body, Heartbeat, Hello, Load, Member, Membership, SamplingParams
+from baton.common.messages import Body, Hello, Load, Member, Membership, SamplingParams
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
 from baton.transfer.io import IoThread
 from baton.transfer.lanes import LaneFactory, build_lanes
@@ -135,7 +135,6 @@ class StandInController:
                     for worker, member in self._members.items():
                         self._mesh.connect(worker, member.address)
                         self._mesh.send(worker, member.stamp.epoch, membership)
-                        self._mesh.send(worker, member.stamp.epoch, Heartbeat())
 
     def _on_hello(self, member: Member) -> None:
         worker = member.stamp.worker

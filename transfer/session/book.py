@@ -91,6 +91,13 @@ class SessionBook(Generic[StateT, InputT, OutputT]):
             if chosen(self._machine.peer(state)) and (ended_too or not self._machine.is_over(state))
         ]
 
+    def peers(self) -> list[Stamp]:
+        """Of those that are not over, each once per session."""
+        if not self.live:
+            return []
+        peer, is_over = self._machine.peer, self._machine.is_over
+        return [peer(state) for state in self._states.values() if not is_over(state)]
+
     def open(self, key: HandoffKey, first: Step[StateT, OutputT], now: float) -> tuple[OutputT, ...]:
         """Enters a new session with its first step."""
         assert key not in self._states, f"{self._machine.side} {key} exists"
