@@ -1,4 +1,5 @@
-"""HTTP in front of a `Gateway`: the OpenAI-compatible endpoints, tokens, health, metrics, status, their documentation.
+"""HTTP in front of a `Gateway`: the OpenAI-compatible endpoints, tokens, health, metrics, status, their documentation,
+and a page for people.
 
 Owns: routes, status codes and headers, the size limit of bodies, and noticing that a client is gone. Never: knows the
 cluster; a request's id, worker and addresses are never taken from a client.
@@ -26,6 +27,7 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
+from baton.deploy import web_page
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
@@ -89,6 +91,7 @@ class HttpApi:
             "/kv/{worker}/{page}": self.page_owner,
             "/handoffs/{worker}": self.handoffs,
         }
+        web_page.add_routes(app)
         self._bodies += self._jobs.add_routes(app)
         app.add_api_route("/trace", self.trace, methods=["POST"])
         app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
