@@ -57,6 +57,11 @@ def is_steady(settings: WorldSettings) -> bool:
     return not struck + planned + settings.controller_crashes and not settings.half_open
 
 
+def is_prompt(settings: WorldSettings) -> bool:
+    """Whether each frame arrives soon, on top of that."""
+    return is_steady(settings) and not settings.links.loss and not settings.links.reorder
+
+
 def without(settings: WorldSettings, left_out: Collection[str]) -> WorldSettings:
     """The same world with these faults switched off."""
     links: dict[str, Any] = {name: 0.0 for name in LINK_FAULTS if name in left_out}

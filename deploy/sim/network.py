@@ -56,6 +56,10 @@ class Network:
         self._view: tuple[Body | None, Body] = (None, Heartbeat())  # the last membership sent, and as it arrives
         self._labels: dict[tuple[WorkerId, type[Body]], str] = {}  # of frames, for the trace
 
+    @property
+    def steered(self) -> bool:
+        return self.extra_delay_s is not no_extra_delay
+
     def calm_down(self) -> None:
         """No faults from here on."""
         self.faults = LinkFaults(delay_s=self.faults.delay_s) if self.faults is not NO_FAULTS else NO_FAULTS
@@ -79,7 +83,7 @@ class Network:
         """One control frame; it passes through the real codec."""
         self._probe("sent", (sender, worker, body))
         schedule, faults, extra_s = self._schedule, self.faults, 0.0
-        if self.extra_delay_s is not no_extra_delay:
+        if self.steered:
             extra_s = self.extra_delay_s(sender, worker, body)
         cut = self._cut and (sender.worker, worker) in self._cut
         if extra_s < 0 or cut or (faults.loss and schedule.rng.random() < faults.loss):
@@ -100,7 +104,7 @@ class Network:
     def send_to_all(self, sender: Stamp, members: Mapping[WorkerId, Member], heartbeat: Heartbeat) -> None:
         """One to each; all that `send` does, without looking again for faults that there are not."""
         schedule, faults = self._schedule, self.faults
-        steered = self.extra_delay_s is not no_extra_delay or self._cut or self._clogged_until_s
+        steered = self.steered or self._cut or self._clogged_until_s
         if steered or faults.loss or faults.duplicate or faults.reorder:
             for worker, member in members.items():
                 self.send(sender, worker, member.stamp.epoch, heartbeat)

@@ -37,6 +37,7 @@ from baton.deploy.controller_seats import (
 )
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
 from baton.deploy.sim.schedule import Event
+from baton.deploy.sim.watch_members import GatewayWatch
 from baton.transfer.membership import NO_CHANGE, Changes, Roster
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class GatewayProcess(MemberProcess):
             settings.max_context_len,
             settings.thinking_token_id,
         )
+        self._watch = GatewayWatch(str(stamp.worker), settings.transfer.resend_after_s, world.is_prompt)
         self._timer: Wakeup | None = None
         super().__init__(world, stamp, role)
         self._timer = Wakeup(self, self._due, "gateway timer")
@@ -233,16 +235,22 @@ class GatewayProcess(MemberProcess):
         return self.core.load()
 
     def deliver(self, event: FromPeer | MembershipView) -> None:
-        effects = self.core.handle(event, self.now)
+        now = self.now
+        effects = self.core.handle(event, now)
+        if isinstance(event, MembershipView):
+            self._watch.view.told(event)
+        else:
+            self._watch.hears(event, now)
         if effects or not (
             isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)
         ):  # which makes nothing due
             self.carry_out(effects)
 
     def _due(self) -> None:
-        self.carry_out(self.core.on_timer(self.now))
+        self.carry_out(self.core.on_timer(self.now), on_timer=True)
 
-    def carry_out(self, effects: Iterable[GatewayEffect]) -> None:
+    def carry_out(self, effects: Sequence[GatewayEffect], *, on_timer: bool = False) -> None:
+        self._watch.says(effects, self.now, on_timer=on_timer)
         for effect in effects:
             if isinstance(effect, TokensArrived):
                 self.world.clients.tokens(effect)
@@ -339,6 +347,7 @@ class ControllerProcess(SimProcess):
                 case KillWorker(worker, incarnation):
                     self.world.kill_for_sure(worker, incarnation)
                 case Publish(membership):
+                    self.world.publications.published(membership)
                     for member in membership.members:
                         self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, membership)
                 case Reply(member, body):

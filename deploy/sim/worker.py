@@ -32,6 +32,8 @@ from baton.deploy.sim.data_plane import DIRECT_LANE, PULL_LANE, STAGED_LANE, Sim
 from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
+from baton.deploy.sim.watch import HandoffWatch
+from baton.deploy.sim.watch_members import ViewWatch
 from baton.prefill.core import PrefillCore
 from baton.prefill.pipelining import LayerGroups
 from baton.transfer.api import OpenSink, SinkCommand, SourceCommand, return_key
@@ -104,6 +106,8 @@ class WorkerProcess(MemberProcess):
             layers=memory.layers,
         )
         super().__init__(world, stamp, role)
+        pieces = state_pieces_of(memory)
+        self._watch = HandoffWatch(stamp, settings.page_size, pieces, settings.transfer, world.is_prompt)
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
         self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
         self._checker = StepChecker(self.pool, self.core.holdings)
@@ -118,6 +122,7 @@ class WorkerProcess(MemberProcess):
         self._engine_timer = Wakeup(self, self._turn, "engine timer")
         self._io_timer = Wakeup(self, self._io_due, "io timer")
         self._to_io_s = self._to_engine_s = 0.0
+        self._view = ViewWatch(self.name)
         self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
 
     # ----------------------------------------------------------------------------------- engine thread
@@ -164,7 +169,10 @@ class WorkerProcess(MemberProcess):
         """And due timers."""
         core = self.core
         while self._inbox:
-            self._post(core.handle(self._inbox.popleft(), now))
+            event = self._inbox.popleft()
+            if isinstance(event, MembershipView):
+                self._view.told(event)
+            self._post(core.handle(event, now))
         due_s = core.next_deadline()
         if due_s is not None and due_s <= now:
             self._post(core.on_timer(now))
@@ -196,6 +204,8 @@ class WorkerProcess(MemberProcess):
         """From the engine to the I/O thread: in order, a moment later."""
         enter = self.schedule.enter
         for effect in effects:
+            if isinstance(effect, OpenSink):
+                self._view.asks(effect.peer)
             self._to_io_s = due_s = max(self._to_io_s, self._after_a_hop())
             enter(due_s, self, "> io", self._io_take, (effect,))
 
@@ -228,17 +238,26 @@ class WorkerProcess(MemberProcess):
             if len(self.owners) > MOST_OWNERS:
                 del self.owners[next(iter(self.owners))]
         self.world.probe("command", (self, effect))
-        self._carry_out(self.endpoint.command(effect, self.now))
+        now = self.now
+        effects = self.endpoint.command(effect, now)
+        self._watch.command(effect, effects, now)
+        self._carry_out(effects)
 
     def _io_due(self) -> None:
-        self._carry_out(self.endpoint.on_timer(self.now))
+        now = self.now
+        effects = self.endpoint.on_timer(now)
+        self._watch.timer(effects, now)
+        self._carry_out(effects)
 
     def partners(self) -> list[Stamp]:
         return self.endpoint.peers()
 
     def hand_off_frame(self, frame: Frame) -> None:
         self.world.probe("hand_off_frame", (self, frame))
-        self._carry_out(self.endpoint.on_frame(frame, self.now))
+        now = self.now
+        effects = self.endpoint.on_frame(frame, now)
+        self._watch.frame(frame, effects, now)
+        self._carry_out(effects)
 
     def stray_frame(self, frame: Frame) -> None:
         """An endpoint does not rely on others to drop it."""
@@ -247,15 +266,28 @@ class WorkerProcess(MemberProcess):
             assert not effects, f"{self.name} acts on {type(frame.body).__name__} of {frame.src}: {effects}"
 
     def membership_changed(self, view: MembershipView) -> None:
-        self._carry_out(self.endpoint.on_membership(view, self.now))
+        now = self.now
+        effects = self.endpoint.on_membership(view, now)
+        self._watch.membership(view, effects, now)
+        self._carry_out(effects)
 
     def _speak(self) -> None:
         super()._speak()
+        now = self.now
+        self._watch.look(now)
         for worker in sorted(self.roster.silent):
-            self._carry_out(self.endpoint.on_peer_silent(worker, self.now))
+            effects = self.endpoint.on_peer_silent(worker, now)
+            self._watch.silent(worker, effects, now)
+            self._carry_out(effects)
 
     def answer(self, event: DataEvent) -> None:
-        self._carry_out(self.endpoint.on_data(event, self.now))
+        self._carry_out(self._on_data(event))
+
+    def _on_data(self, event: DataEvent) -> list[EndpointEffect]:
+        now = self.now
+        effects = self.endpoint.on_data(event, now)
+        self._watch.data(event, effects, now)
+        return effects
 
     def _carry_out(self, effects: Iterable[EndpointEffect]) -> None:
         waiting = deque(effects)
@@ -268,7 +300,7 @@ class WorkerProcess(MemberProcess):
                 self.deliver(effect.event)
             else:
                 for event in self.data.execute(effect):
-                    waiting.extend(self.endpoint.on_data(event, self.now))
+                    waiting.extend(self._on_data(event))
         self._io_timer.want(self.endpoint.next_deadline())
 
     # ------------------------------------------------------------------------------------------ oracles

@@ -20,13 +20,14 @@ from baton.common.ids import CONTROLLER, Epoch, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients
-from baton.deploy.sim.faults import is_steady, plan_faults, without
+from baton.deploy.sim.faults import is_prompt, is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
 from baton.deploy.sim.oracles import StoredPages, assert_content
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberProcess, SimProcess
 from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore, page_keys_of
+from baton.deploy.sim.watch_members import PublicationWatch
 from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.workload import OWNER, plan_workload
 from baton.transfer.api import SinkFailed
@@ -78,8 +79,10 @@ class World:
         self.stored_pages = StoredPages(page_keys_of(settings))
         self.gateway_config = GatewayConfig(max_inflight_requests=256)
         self.faulty = settings.links.loss > 0
+        self._prompt = is_prompt(settings)
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
         self.specs = [SeatSpec(WorkerId(f"{role}-{i}"), role) for role, count in roles for i in range(count)]
+        self.publications = PublicationWatch(self._is_alive)
         self.controller = ControllerProcess(self, self.specs)
         self.seats[CONTROLLER] = self.controller
         self.calm_s = 0.0
@@ -96,6 +99,10 @@ class World:
             return TRUE_CLOCK
         offset_s = self.rng.random() * settings.clock_offset_s
         return Clock(offset_s, 1 + self.rng.uniform(-settings.clock_drift, settings.clock_drift))
+
+    def is_prompt(self) -> bool:
+        """Nothing has gone wrong so far that could keep a frame from arriving soon."""
+        return self._prompt and not self.faulty and not self.network.steered
 
     # ------------------------------------------------------------------------------------------ probes
 
@@ -114,6 +121,8 @@ class World:
     def start(self, spec: SeatSpec, incarnation: int) -> None:
         """A new process for a seat; it says Hello when it has loaded."""
         self._given[spec.worker] = incarnation
+        before = self.seats.get(spec.worker)
+        assert before is None or not before.alive, f"{before.stamp} is to have a successor, and it is alive"
 
         def begin() -> None:
             if self._given[spec.worker] != incarnation:
@@ -134,6 +143,8 @@ class World:
         process = self.seats.get(worker)
         if process is None or process.stamp.incarnation != incarnation:
             return
+        if not self.network.steered:
+            self.publications.kills(process.stamp)
 
         def strike() -> None:
             process.kill()
@@ -147,6 +158,7 @@ class World:
         if process is None or not process.alive:
             return
         self.faulty = True
+        self.publications.suspect(worker)
         self.schedule.note(worker, "crash")
         self.probe("crash", process)
         process.kill()
@@ -187,6 +199,7 @@ class World:
         if process is None or not process.alive or process.paused:
             return
         self.faulty = True
+        self.publications.suspect(worker)
         self.schedule.note(worker, f"pause {seconds:.2f}")
         process.pause()
         self.schedule.after(seconds, process.resume)
@@ -196,6 +209,7 @@ class World:
         process = self.seats.get(worker)
         if isinstance(process, WorkerProcess) and process.alive:
             self.faulty = True
+            self.publications.suspect(worker)
             self.schedule.note(worker, "engine hangs")
             process.hang()
 
@@ -224,6 +238,7 @@ class World:
         process, asked_by = self.seats.get(worker), self.controller
         if not isinstance(process, WorkerProcess) or process.stamp.incarnation != incarnation:
             return
+        self.publications.suspect(worker)
         process.run(lambda: process.deliver(Drain()), "drain")
 
         def answer_when_drained() -> None:
@@ -236,6 +251,7 @@ class World:
 
     def partition(self, a: WorkerId, b: WorkerId, seconds: float, both: bool) -> None:
         self.faulty = True
+        self.publications.suspect(a, b)
         self.schedule.note(a, f"cut off from {b} {seconds:.2f}")
         self.network.cut(a, b, seconds)
         if both:
@@ -243,8 +259,13 @@ class World:
 
     def clog(self, a: WorkerId, b: WorkerId, seconds: float) -> None:
         self.faulty = True
+        self.publications.suspect(a, b)
         self.schedule.note(a, f"clogged towards {b} {seconds:.2f}")
         self.network.clog(a, b, seconds)
+
+    def _is_alive(self, stamp: Stamp) -> bool:
+        process = self.seats.get(stamp.worker)
+        return process is not None and process.alive and process.stamp == stamp
 
     def worker_at(self, stamp: Stamp) -> WorkerProcess | None:
         """The living process of this stamp."""
