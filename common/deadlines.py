@@ -16,7 +16,7 @@ class Deadlines(Generic[Name]):
     """A heap whose moved and dropped entries are skipped when they surface, and swept when they are the majority."""
 
     def __init__(self) -> None:
-        self._due: dict[Name, tuple[float, int]] = {}
+        self._due: dict[Name, tuple[float, int, Name]] = {}  # the entry of the heap that counts
         self._heap: list[tuple[float, int, Name]] = []
         self._sequence = 0
 
@@ -31,10 +31,10 @@ class Deadlines(Generic[Name]):
     def set(self, name: Name, at_s: float) -> None:
         """`name` is due at `at_s`, and at no other time."""
         self._sequence += 1
-        self._due[name] = (at_s, self._sequence)
-        heapq.heappush(self._heap, (at_s, self._sequence, name))
+        self._due[name] = entry = (at_s, self._sequence, name)
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 4 * len(self._due):
-            self._heap = [(at_s, sequence, name) for name, (at_s, sequence) in self._due.items()]
+            self._heap = list(self._due.values())
             heapq.heapify(self._heap)
 
     def drop(self, name: Name) -> None:
@@ -43,11 +43,12 @@ class Deadlines(Generic[Name]):
 
     def next_s(self) -> float | None:
         """When the earliest is due."""
-        while self._heap:
-            at_s, sequence, name = self._heap[0]
-            if self._due.get(name) == (at_s, sequence):
-                return at_s
-            heapq.heappop(self._heap)
+        heap = self._heap
+        while heap:
+            first = heap[0]
+            if self._due.get(first[2]) is first:
+                return first[0]
+            heapq.heappop(heap)
         return None
 
     def pop_due(self, now: float) -> list[Name]:
@@ -58,3 +59,12 @@ class Deadlines(Generic[Name]):
             del self._due[name]
             due.append(name)
         return due
+
+
+def earliest(*due_s: float | None) -> float | None:
+    """Of those that are due at all."""
+    first: float | None = None
+    for at_s in due_s:
+        if at_s is not None and (first is None or at_s < first):
+            first = at_s
+    return first

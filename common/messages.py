@@ -8,7 +8,7 @@ Token ids travel as little-endian int32 bytes (`pack_tokens`): 400 ids decode in
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -448,6 +448,11 @@ class Frame(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
+_PACKED: dict[type[Body], tuple[str, ...]] = {
+    kind: tuple(name for name in ("prompt", "outputs", "tokens", "source_pages") if name in kind.__struct_fields__)
+    for kind in get_args(Body)
+}
+"""The fields of each kind that hold int32 ids."""
 
 
 class MalformedFrame(Exception):
@@ -467,8 +472,8 @@ def decode_frame(data: bytes | memoryview) -> Frame:
         frame = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedFrame(str(error)) from error
-    for name in ("prompt", "outputs", "tokens", "source_pages"):
-        packed = getattr(frame.body, name, b"")
-        if isinstance(packed, bytes) and len(packed) % 4:
+    for name in _PACKED[type(frame.body)]:
+        packed: bytes = getattr(frame.body, name)
+        if len(packed) % 4:
             raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole int32 ids")
     return frame

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from baton.common.ids import RequestId
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason, Refused
@@ -51,8 +53,7 @@ class Candidate:
     """What the conversation's last turn left. It grows in place; whoever is admitted takes it over."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActiveRequest:
+class ActiveRequest(Struct, frozen=True):
     """A request that owns pages: running, in transfer, or waiting for its first step. Only running ones can be
     retracted."""
 

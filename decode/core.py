@@ -24,6 +24,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
+from baton.common.deadlines import earliest
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.policy import ExplainGrammar
@@ -159,9 +160,13 @@ class DecodeCore:
         parts = self._parts
         if parts.outbox.waiting or parts.commands:
             return 0.0
-        timed = (parts.outbox, parts.sessions, parts.restores, parts.stores)
-        due = (parts.deadlines.next_s(), *(part.next_deadline() for part in timed))
-        return min((at_s for at_s in due if at_s is not None), default=None)
+        return earliest(
+            parts.deadlines.next_s(),
+            parts.outbox.next_deadline(),
+            parts.sessions.next_deadline(),
+            parts.restores.next_deadline(),
+            parts.stores.next_deadline(),
+        )
 
     def _take_out(self) -> list[object]:
         out: list[object] = [*self._parts.commands, *self._parts.outbox.take()]
@@ -327,7 +332,7 @@ class DecodeCore:
     def holdings(self) -> Iterable[Holding]:
         for request in self._parts.requests.values():
             if request.kv is not None:
-                yield Holding(_owner_class(request.state), f"{request.key[0]}#{request.key[1]}", request.kv)
+                yield Holding(_owner_class(request.state), request.name, request.kv)
         yield from self._parts.sessions.holdings()
 
     def records(self) -> list[ReqKvInfo]:

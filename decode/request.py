@@ -118,6 +118,10 @@ class DecodeRequest:
     final: Output | None = None  # the last message, once there is an outcome
     final_expires_s: float = 0.0
     final_over: bool = False  # acknowledged, or nobody is left to do so
+    name: str = field(init=False)  # for people
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.key[0]}#{self.key[1]}"
 
     @property
     def fill_tokens(self) -> I32:

@@ -102,4 +102,6 @@ class Restores:
         return [self.abort(job) for job in late]
 
     def next_deadline(self) -> float | None:
+        if not self._open:
+            return None
         return min((one.deadline_s for one in self._open.values() if not one.aborted), default=None)

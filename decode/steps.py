@@ -104,6 +104,8 @@ class Steps:
         return np.concatenate([one for one in pages if one is not None])
 
     def _pack_chunks(self) -> Batch | None:
+        if not self.prefilling:
+            return None
         rows: list[BatchRow] = []
         budget = self._chunk_tokens
         for request in self.prefilling:

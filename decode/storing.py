@@ -130,6 +130,8 @@ class Stores:
         return [AbortStore(job) for job in late]
 
     def next_deadline(self) -> float | None:
+        if not self._open:
+            return None
         return min((one.deadline_s for one in self._open.values() if one.deadline_s is not None), default=None)
 
     def go_on(self, event: PagesStored, lacking: bool = False) -> list[StorePages]:

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from msgspec import structs
+
 from baton.common.config import LivenessConfig
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Body, Heartbeat, Hello, Member, Membership, Reject
@@ -121,7 +123,7 @@ class ControllerCore:
             seat = self._seats.get(sender.worker)
             if seat is not None and isinstance(seat.state, Live | Leaving) and seat.state.member.stamp == sender:
                 member = _with_load(seat.state.member, body)
-                seat.state = replace(seat.state, member=member, heard_s=now)
+                seat.state = structs.replace(seat.state, member=member, heard_s=now)
         return effects + self._after(now)
 
     def on_start_failed(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> list[Effect]:
@@ -293,7 +295,7 @@ class ControllerCore:
             return self._refuse(None, member, "there is no such seat in this cluster", {}, now)
         match seat.state:
             case Live() | Leaving() if seat.state.member.stamp == member.stamp:
-                seat.state = replace(seat.state, heard_s=now)
+                seat.state = structs.replace(seat.state, heard_s=now)
                 return [Publish(self.membership())]  # it asks again: the first answer was lost
             case Starting() if seat.state.incarnation == member.stamp.incarnation:
                 if member.role != seat.spec.role:
@@ -346,7 +348,7 @@ class ControllerCore:
         if absent_s > (self._liveness.republish_interval_s + self._liveness.dead_after_s) / 2:
             for seat in self._seats.values():
                 if isinstance(seat.state, Live | Leaving):
-                    seat.state = replace(seat.state, heard_s=max(seat.state.heard_s, now))
+                    seat.state = structs.replace(seat.state, heard_s=max(seat.state.heard_s, now))
 
     def _verdict(self, live: Live | Leaving, now: float) -> str:
         """Why this process must go, or ""."""

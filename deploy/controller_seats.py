@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
+from msgspec import Struct
+
 from baton.common.ids import WorkerId
 from baton.common.messages import Body, Member, Membership
 
@@ -36,8 +38,7 @@ class Starting:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
+class Live(Struct, frozen=True):
     """Admitted, and a member until proven dead."""
 
     member: Member
@@ -45,8 +46,7 @@ class Live:
     heard_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Struct, frozen=True):
     """A member that takes nothing new and finishes what it has, until `deadline_s`. Its seat has the role that its
     successor will have."""
 

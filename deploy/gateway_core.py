@@ -20,9 +20,10 @@ from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.common.config import GatewayConfig, LivenessConfig, TransferConfig
-from baton.common.deadlines import Deadlines
+from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode
 from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp, WorkerId
@@ -69,8 +70,7 @@ _QUIET_RESENDS = 8
 # --------------------------------------------------------------------------------------------- towards the client
 
 
-@dataclass(frozen=True, slots=True)
-class TokensArrived:
+class TokensArrived(Struct, frozen=True):
     """Output tokens number `first_index`, `first_index` + 1, ... In order, without gap, each exactly once."""
 
     request_id: RequestId
@@ -111,8 +111,7 @@ class Placing:
     worker: Stamp
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
+class Streaming(Struct, frozen=True):
     """The worker has it. `heard_s`: its last sign of life for this request."""
 
     worker: Stamp
@@ -295,13 +294,12 @@ class GatewayCore:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` has something to do."""
-        due = (
+        return earliest(
             self._deadlines.next_s(),
             self._timers.next_s(),
             self._release_timers.next_s(),
             self._sessions.next_deadline(),
         )
-        return min((at_s for at_s in due if at_s is not None), default=None)
 
     def load(self) -> Load:
         """For this gateway's own heartbeat and metrics."""

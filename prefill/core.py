@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from baton.common.config import PrefillConfig
-from baton.common.deadlines import Deadlines
+from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
 from baton.common.engine.chunks import chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
@@ -142,8 +142,7 @@ class PrefillCore:
     def next_deadline(self) -> float | None:
         if self._out:
             return 0.0
-        due = (self._deadlines.next_s(), self._kept.next_deadline())
-        return min((at_s for at_s in due if at_s is not None), default=None)
+        return earliest(self._deadlines.next_s(), self._kept.next_deadline())
 
     def _on_offer(self, offer: OfferReceived, now: float) -> None:
         assert offer.key not in self._requests, f"{offer.key} was offered twice"
@@ -315,6 +314,8 @@ class PrefillCore:
     def next_batch(self, now: float) -> Batch | None:
         """One chunk of each request in order of arrival, within the token budget; what is kept comes last."""
         assert not self._launched, "one step at a time"
+        if not self._prefilling and not self._kept:
+            return None
         rows: list[BatchRow] = []
         budget = max(self._config.chunk_tokens, self.pool.page_size)
         for request in (*self._prefilling, *(one for one in self._kept if not one.complete)):
@@ -402,7 +403,7 @@ class PrefillCore:
             if request.kv is not None:
                 written = self._returns.holds(request)
                 owner = OwnerClass.INCOMING if written else owner_class(request.state)
-                yield Holding(owner, str(request.offer.key), request.kv)
+                yield Holding(owner, request.offer.key, request.kv)
 
     def records(self) -> list[ReqKvInfo]:
         return [record for request in self._holders() if (record := request.kv) is not None]

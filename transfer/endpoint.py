@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from baton.common.config import TransferConfig
+from baton.common.deadlines import earliest
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, Stamp, WorkerId
@@ -220,8 +221,7 @@ class Endpoint:
 
     def next_deadline(self) -> float | None:
         """When `on_timer` is wanted next; None: not before something else happens."""
-        wanted = (self._sinks.next_deadline(), self._sources.next_deadline())
-        return min((due_s for due_s in wanted if due_s is not None), default=None)
+        return earliest(self._sinks.next_deadline(), self._sources.next_deadline())
 
     @property
     def live_sinks(self) -> int:

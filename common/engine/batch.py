@@ -12,11 +12,13 @@ slide. A model without attention has none: its rows hold no pages and its write 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
@@ -30,8 +32,7 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(Struct, frozen=True):
     """The tokens before the one that is to be chosen: what penalties and grammars look at. Derived from the request,
     never shipped; counted anew in each step, which is little beside the attention to the same tokens."""
 
@@ -43,8 +44,7 @@ NO_TOKENS: I32 = np.zeros(0, dtype=np.int32)
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(Struct, frozen=True):
     """One sequence's share of a step: compute tokens [kv_len - len(input_ids), kv_len).
 
     `pages` holds exactly the main component's pages of [0, kv_len): checked. `sampling` is None when no token is wanted
@@ -65,8 +65,7 @@ class BatchRow:
     history: History | None = None  # where `sampling.reshapes`
 
 
-@dataclass(frozen=True, slots=True)
-class PageTable:
+class PageTable(Struct, frozen=True):
     """Where a step's rows have their tokens in one pool."""
 
     slots: I64  # [T] page * page_size + offset: where each token's K and V are written
@@ -74,8 +73,7 @@ class PageTable:
     page_ids: I32  # [sum of pages] of [0, kv_len) of each row; 0 where a sliding window has left a page behind
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """A packed step. T query tokens over B rows. `slots`, `page_offsets` and `page_ids` are the main component's."""
 
     keys: tuple[int, ...]  # [B]
@@ -93,7 +91,7 @@ class Batch:
     state_slots: I32 | None = None  # [B] where the model has recurrent layers: read and written by the step
     state_copies: I32 | None = None  # [n, 2] (from, to) slots, copied in this order before the step; from 0: zeroed
     report_after: tuple[int, ...] = ()  # ascending; layers of the main component, see `ModelRunner.launch`
-    histories: Mapping[int, History] = field(default_factory=dict)  # by key, of rows whose `sampling.reshapes`
+    histories: Mapping[int, History] = msgspec.field(default_factory=dict)  # by key, of rows whose `sampling.reshapes`
 
     @property
     def main(self) -> PageTable:
@@ -163,8 +161,7 @@ def _offsets(lengths: list[int]) -> I32:
     return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(np.array(lengths, dtype=np.int32), dtype=np.int32)])
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """Per row: the sampled token, or NO_TOKEN where none was wanted or a grammar has outgrown its limits; and its log
     probability where asked for."""
 

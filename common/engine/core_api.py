@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.ids import Stamp, WorkerId
 from baton.common.kv.census import Holding
@@ -17,8 +19,7 @@ from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Body, Load, Member
 
 
-@dataclass(frozen=True, slots=True)
-class FromPeer:
+class FromPeer(Struct, frozen=True):
     """A request-level wire message and who sent it: for a decode core those of gateways, for a gateway those of decode
     workers and everybody's Heartbeat."""
 
@@ -26,8 +27,7 @@ class FromPeer:
     body: Body
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(Struct, frozen=True):
     """Effect: a wire message to a worker. `epoch` 0 sends it to whoever sits there now."""
 
     worker: WorkerId

@@ -5,6 +5,7 @@ Owns no state. Never: pages, or the code that runs steps over them (`fake_runner
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ from baton.common.engine.guiding import Guides
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 
+_NO_HASHES = np.zeros(0, dtype=np.uint64)
 ANY_FULL = KvLayout(page_size=1)
 """The layout of a model whose layers all attend to everything; what it answers does not depend on the page size."""
 
@@ -119,17 +121,17 @@ class _Kept:
         self._only_full = layout.only_full  # the common case, kept fast
         self._weights: list[int] = model.weights(np.arange(max_len)).tolist()
         self._salts: list[int] = model.position_salt[:max_len].tolist()
-        self._length = 0
         self._full, self._full_digest, self._state = START, 0, 0
         self._values: list[int] = []  # v of all positions
-        if self._only_full:
-            hashes = model.hashes(prompt, 0, START)
-            self._length, self._full = len(prompt), int(hashes[-1])
-            pairs = zip(hashes.tolist(), self._weights, strict=False)
-            self._full_digest = sum(value * weight for value, weight in pairs) & MASK
-        else:
-            for token in prompt.tolist():
-                self.add(token)
+        self._length = len(prompt)
+        if layout.full:
+            hashes = model.hashes(prompt, 0, START).tolist()
+            self._full = hashes[-1]
+            self._full_digest = sum(map(operator.mul, hashes, self._weights)) & MASK
+        if layout.window:
+            self._values = model.window_hashes(prompt, 0, _NO_HASHES, layout.window).tolist()
+        if layout.state:
+            self._state = int(model.hashes(prompt, 0, 0, STATE_SALT)[-1])
 
     def add(self, token: int) -> None:
         layout, i = self._layout, self._length

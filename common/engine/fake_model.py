@@ -181,7 +181,12 @@ class FakeModel:
 
 def _counted(tokens: npt.NDArray[np.int32], salt: int) -> int:
     """How often each token occurs, in whatever order."""
-    return int(mix(tokens.astype(np.uint64) ^ np.uint64(salt)).sum(dtype=np.uint64))
+    return sum([_scrambled_token(token, salt) for token in tokens.tolist()]) & MASK
+
+
+@functools.lru_cache(maxsize=1024)
+def _scrambled_token(token: int, salt: int) -> int:
+    return mix_int(token ^ salt)
 
 
 def join_digests(first: int, second: int) -> int:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.common.engine.batch import I32, Batch, KvMemory, OnLayers, PageTable, StepResult, Ticket, tell_nobody
 from baton.common.engine.fake_answer import FakeAnswer, fake_answer, fake_generate
@@ -73,8 +74,7 @@ class StepCost:
         return self.base_s + self.per_token_s * batch.num_tokens + keys_s
 
 
-@dataclass(frozen=True, slots=True)
-class FakeTicket:
+class FakeTicket(Struct, frozen=True):
     """A step that was computed at launch."""
 
     result: StepResult
@@ -319,14 +319,13 @@ class FakeRunner:
 
 def run_out(stages: Generator[int, None, FakeTicket], on_layers: OnLayers = tell_nobody) -> FakeTicket:
     """The end of a step, or of the rest of one."""
-    ticket: list[FakeTicket] = []
-
-    def follow() -> Generator[int, None, None]:
-        ticket.append((yield from stages))
-
-    for layers in follow():
+    while True:
+        try:
+            layers = next(stages)
+        except StopIteration as end:
+            ticket: FakeTicket = end.value
+            return ticket
         on_layers(layers)
-    return ticket[0]
 
 
 def fake_runner(

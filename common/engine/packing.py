@@ -7,16 +7,16 @@ object per row, the joining of both kinds, and the taking apart of a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
 from baton.common.engine.batch import I32, I64, Batch, History, PageTable
 from baton.common.messages import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(Struct, frozen=True):
     """B rows of one query token each, all of which want a token. The optional fields are those of `Batch`."""
 
     keys: tuple[int, ...]
@@ -28,7 +28,7 @@ class DecodeRows:
     swa_page_ids: I32 | None = None  # as page_ids; 0 where a page is dead
     state_slots: I32 | None = None  # [B]
     state_copies: I32 | None = None  # [n, 2]
-    histories: Mapping[int, History] = field(default_factory=dict)
+    histories: Mapping[int, History] = msgspec.field(default_factory=dict)
 
 
 def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:

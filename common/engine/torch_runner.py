@@ -10,7 +10,6 @@ request's state between steps anywhere else, or draws a random number of its own
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
@@ -256,7 +256,7 @@ class TorchRunner:
             wanted = [(place, row) for place, row in enumerate(members.tolist()) if row in asked]
             part = batch if len(passes) == 1 else take_rows(batch, members)
             if members is passes[-1]:  # only then a layer of all rows is there
-                part = dataclasses.replace(part, report_after=batch.report_after)
+                part = structs.replace(part, report_after=batch.report_after)
             logits = self._forward(part, tuple(place for place, _ in wanted), self._slot_cache(part), [], on_layers)
             if logits is not None:
                 found |= {row: one for (_, row), one in zip(wanted, logits, strict=True)}
@@ -324,7 +324,7 @@ class TorchRunner:
         )
         batch = pack_batch([row], layout.page_size)
         if layout.state:
-            batch = dataclasses.replace(batch, state_slots=null)
+            batch = structs.replace(batch, state_slots=null)
         cache, seen = self._slot_cache(batch), list[tuple[int, int]]()
         logits = self._forward(batch, (0,), cache, seen)
         attended = [(layer, window if window < info.max_positions else 0) for layer, window in seen]

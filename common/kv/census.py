@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
+
+from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
 from baton.common.kv.record import ReqKvInfo
 
@@ -24,13 +27,17 @@ class OwnerClass(StrEnum):
     QUARANTINED = "quarantined"  # a reader or writer could not be proven finished
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Struct, frozen=True):
     """One record and its owner, as a core reports it. Every live record of a pool is in exactly one holding."""
 
     owner_class: OwnerClass
-    owner_id: str
+    owner: str | HandoffKey
     record: ReqKvInfo
+
+    @property
+    def owner_id(self) -> str:
+        """For people."""
+        return str(self.owner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref
+from operator import attrgetter
 
 from baton.common.kv.census import Holding
 from baton.common.kv.checker import InvariantChecker
@@ -24,6 +25,19 @@ from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.record import ReqKvInfo
 
 FULL_EVERY = 256
+
+_numbers_of = attrgetter(
+    "req_pool_idx",
+    "cache_protected_len",
+    "kv_committed_len",
+    "kv_allocated_len",
+    "swa_evict_floor",
+    "swa_evicted_seqlen",
+    "swa_promised",
+    "state_slot",
+    "state_source",
+)
+"""`Record` in csrc/audit.h, but for its lease."""
 
 _Holdings = Callable[[], Iterable[Holding]]
 
@@ -75,18 +89,8 @@ class StepChecker:
         numbers += (0 if pool.window is None else pool.window.promised, len(records), len(pool.copying))
         for record in records:
             lease = record.prefix_lock
-            numbers += (
-                record.req_pool_idx,
-                record.cache_protected_len,
-                record.kv_committed_len,
-                record.kv_allocated_len,
-                record.swa_evict_floor,
-                record.swa_evicted_seqlen,
-                record.swa_promised,
-                record.state_slot,
-                record.state_source,
-                *((0, 0) if lease is None else (self._node_of(lease), lease.length)),
-            )
+            numbers += _numbers_of(record)
+            numbers += (0, 0) if lease is None else (self._node_of(lease), lease.length)
         for lease in pool.copying:
             numbers += (self._node_of(lease), lease.length)
         return array("q", numbers)

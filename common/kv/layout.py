@@ -47,12 +47,12 @@ class KvLayout:
     def only_full(self) -> bool:
         """Whether all layers attend to every token: then each page is of use as it is, whatever follows. What sliding
         and recurrent layers keep is good only at the end of the tokens."""
-        return self.components == (Component.FULL,)
+        return self.full and not self.window and not self.state
 
     @property
     def paged(self) -> tuple[Component, ...]:
         """The components that keep something per token."""
-        return tuple(component for component in self.components if component is not Component.STATE)
+        return _COMPONENTS[self.full, self.window > 0, False]
 
     def live_from(self, length: int) -> int:
         """Where the pages begin that sliding layers still need once `length` tokens are known: page-aligned. The next

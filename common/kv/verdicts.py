@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
+
 from baton.common.kv.layout import Component
 from baton.common.kv.prefix.interface import I32, GroupCounts, PrefixStats
 
@@ -18,8 +20,7 @@ class RefusalReason(StrEnum):
     NO_ROOM_TO_GROW = "no_room_to_grow"  # admission: fits now, but active requests need the room
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Nothing changed. `short_pages` more pages (or slots) of the component that was short would have been enough (0
     when they were not the reason)."""
 
@@ -27,8 +28,7 @@ class Refused:
     short_pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PreAllocated:
+class PreAllocated(Struct, frozen=True):
     """The holder owns a record. KV of [0, prefix_len) is valid; that of [prefix_len, fill_len) is to be written, where
     layers attend to everything into `pages` (a copy). `prefix_len` is page-aligned."""
 
@@ -36,8 +36,7 @@ class PreAllocated:
     pages: I32
 
 
-@dataclass(frozen=True, slots=True)
-class Extended:
+class Extended(Struct, frozen=True):
     """The lengths moved; `new_pages` pages that keep every token were allocated for it."""
 
     new_pages: int

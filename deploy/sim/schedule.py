@@ -85,7 +85,7 @@ class Schedule:
 
     def run_until(self, end_s: float) -> None:
         """Everything that is due by then, also what is entered on the way. Afterwards it is `end_s`."""
-        heap, pop = self._heap, heapq.heappop
+        heap, pop, note = self._heap, heapq.heappop, self.note
         while heap and heap[0][0] <= end_s:
             event = pop(heap)
             time_s, _, actor, label, action, args = event
@@ -102,7 +102,7 @@ class Schedule:
                 if actor.paused:
                     actor.backlog.append(event)
                 else:
-                    self.note(actor.name, label)
+                    note(actor.name, label)
                     action(*args)
         self.now = max(self.now, end_s)
 
@@ -110,8 +110,7 @@ class Schedule:
         """One line of the trace: who, and what."""
         self._times.append(self.now)
         lines = self._lines
-        lines.append(name)
-        lines.append(label)
+        lines += (name, label)
         if self.trace is not None:
             self.trace.append(f"{self.now:.6f} {name} {label}")
         if len(lines) > 2 * HASHED_AT_ONCE:

@@ -146,6 +146,7 @@ class WorkerProcess(MemberProcess):
             self._turn()
         elif self._settings.overlapping:
             self._take_events(self.now)
+            self._checker.check(self.core.records())
 
     def _turn(self) -> None:
         """Events, due timers, then at most one step; nothing at all while a step is running."""
@@ -177,7 +178,6 @@ class WorkerProcess(MemberProcess):
         if due_s is not None and due_s <= now:
             self._post(core.on_timer(now))
         records = core.records()
-        self._checker.check(records)
         if isinstance(core, DecodeCore):
             self._admissions.look(core, records)
         elif isinstance(core, PrefillCore):
@@ -307,19 +307,21 @@ class WorkerProcess(MemberProcess):
 
     def assert_writable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1, T2: what a hand-off writes is its own, in the engine's books, at this very moment."""
+        owner = return_key(key) if key.attempt < 0 else key
         for holding in self.core.holdings():
-            if holding.owner_class is OwnerClass.INCOMING and self._is_of(holding, key):
+            if holding.owner_class is OwnerClass.INCOMING and self._is_of(holding, owner):
                 own = self.pool.parts.own_ids(holding.record, component)
                 if set(pages.tolist()).issubset(own.tolist()):
                     return
         what = f"{component} pages {pages.tolist()}"
         raise AssertionError(f"{self.stamp.worker}: {key} writes {what}, which are not its own")
 
-    def _is_of(self, holding: Holding, key: HandoffKey) -> bool:
+    def _is_of(self, holding: Holding, owner: HandoffKey) -> bool:
         """Prefill workers name what they hold by its hand-off, decode workers by its request. A return reads and writes
         what its hand-off's request holds."""
-        owner = return_key(key) if key.attempt < 0 else key
-        return holding.owner_id == str(owner) or holding.owner_id.startswith(f"{self.owners.get(owner)}#")
+        if isinstance(holding.owner, str):
+            return holding.owner.startswith(f"{self.owners.get(owner)}#")
+        return holding.owner == owner
 
     def assert_restorable(self, page: int) -> None:
         """T1: what a tier writes was promised to a request that waits for it."""
@@ -343,9 +345,10 @@ class WorkerProcess(MemberProcess):
 
     def assert_readable(self, key: HandoffKey, component: Component, pages: np.ndarray) -> None:
         """T1: what is read for a hand-off is still held for it."""
+        owner = return_key(key) if key.attempt < 0 else key
         for holding in self.core.holdings():
             lent = key.attempt < 0 and holding.owner_class is OwnerClass.INCOMING
-            if self._is_of(holding, key) and (lent or holding.owner_class in READ_BY_PEERS):
+            if (lent or holding.owner_class in READ_BY_PEERS) and self._is_of(holding, owner):
                 held = self.pool.parts.readable_ids(holding.record, component)
                 if set(pages.tolist()).issubset(held.tolist()):
                     return

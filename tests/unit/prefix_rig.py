@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -94,8 +93,7 @@ class _TwinLease(PrefixLease):
         self.pair = (ours, theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class _TwinMatch(PrefixMatch):
+class _TwinMatch(PrefixMatch, frozen=True):
     pair: tuple[PrefixMatch, PrefixMatch]
 
 

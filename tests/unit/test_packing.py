@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from baton.common.engine.batch import Batch, BatchRow, PageTable, pack_batch
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows, take_rows
@@ -18,17 +17,17 @@ SWA = Component.SWA
 SAMPLING = SamplingParams()
 
 
-def assert_same(one: object, other: object) -> None:
+def assert_same(one: Struct, other: Struct) -> None:
     """Of two steps, or two page tables: field by field, dtypes too."""
     assert type(one) is type(other)
-    for field in dataclasses.fields(one):  # type: ignore[arg-type]
-        first, second = getattr(one, field.name), getattr(other, field.name)
+    for name in one.__struct_fields__:
+        first, second = getattr(one, name), getattr(other, name)
         if isinstance(first, PageTable):
             assert_same(first, second)
             continue
-        assert np.array_equal(first, second), field.name
+        assert np.array_equal(first, second), name
         if isinstance(first, np.ndarray):
-            assert first.dtype == second.dtype, field.name
+            assert first.dtype == second.dtype, name
 
 
 def rows_of(lengths: list[int], queries: list[int], layout: KvLayout) -> list[BatchRow]:

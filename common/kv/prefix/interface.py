@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.common.kv.errors import OwnershipError
 from baton.common.kv.layout import Component
@@ -109,16 +110,14 @@ class PrefixLease:
         raise TypeError("a lease does not leave its process")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(Struct, frozen=True):
     """The longest usable known prefix when it was asked for; holds nothing, so it may be out of date by the time it is
     locked."""
 
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inserted:
+class Inserted(Struct, frozen=True):
     """What became of the ids that were given to the cache. `taken`, `duplicate` and `tail` are sets that share nothing
     and add up, per component, to what was given (without its zeros).
 

@@ -8,7 +8,6 @@ removed since is recognised. The audit is the same as the other tree's, over nod
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from baton.common.kv.errors import InvariantViolation, OwnershipError
 from baton.common.kv.layout import Component, KvLayout
@@ -41,8 +40,7 @@ class _Lease(PrefixLease):
         self.node = node
 
 
-@dataclass(frozen=True, slots=True)
-class _Match(PrefixMatch):
+class _Match(PrefixMatch, frozen=True):
     tree: CompiledTree
     node: int  # holds the last page of the match, which may end inside it
     end: int  # pages

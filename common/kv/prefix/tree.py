@@ -23,7 +23,6 @@ to the bytes of the key, whatever the size of the tree.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,8 +65,7 @@ class _TreeLease(PrefixLease):
         self.node = node
 
 
-@dataclass(frozen=True, slots=True)
-class _TreeMatch(PrefixMatch):
+class _TreeMatch(PrefixMatch, frozen=True):
     tree: PageTree
     node: Node  # holds the last page of the match, which may end inside it
     end: int  # pages
