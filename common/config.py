@@ -170,6 +170,7 @@ class GatewayConfig:
     max_body_bytes: int = 4 << 20
     max_sessions: int = 4096  # open conversations; their KV is bounded by decode_worker.max_sessions
     session_ttl_s: float = 3600.0  # a session that is not used so long is closed
+    tool_parser: Literal["template", "hermes", "json"] = "template"  # how the model writes calls; by its chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

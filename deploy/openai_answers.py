@@ -12,13 +12,16 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from baton.common.engine.guiding import Guides
 from baton.common.errors import RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
-from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.messages import Grammar, SamplingParams, TokenLogprob
+from baton.deploy.chat_messages import chars_of, conversation
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
 from baton.deploy.guided_api import check_grammar, grammar_asked
 from baton.deploy.json_bodies import refusal
@@ -32,6 +35,7 @@ from baton.deploy.openai_replies import (
     Completion,
     CompletionChoice,
     Delta,
+    MadeCall,
     NamedLogprob,
     Usage,
     chat_logprobs,
@@ -42,7 +46,8 @@ from baton.deploy.openai_replies import (
     sse_event,
     usage_of,
 )
-from baton.deploy.tokenizer import Tokenizer, encode_aside
+from baton.deploy.tokenizer import ServedModel, Tokenizer, encode_aside
+from baton.deploy.tool_choices import Calling, PlainWriter, Writer, calling_asked, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Answering:
     choices: tuple[_Choice, ...]  # of the first prompt, then of the second, ...; `per_prompt` of each
     per_prompt: int
     created: int
+    calling: Calling | None = None  # tools that the answers may call
 
     @property
     def is_chat(self) -> bool:
@@ -91,16 +97,15 @@ async def prepare(
     """Everything that can be refused before a worker is asked. `owner`: who asks. Raises RequestError."""
     model = gateway.model
     model.check_name(request.model)
-    token_lists = await _tokenize(model.tokenizer, request)
+    calling = calling_asked(request, model.tool_format) if isinstance(request, ChatRequest) else None
+    token_lists = await _tokenize(model, request, calling)
     per_prompt = request.n or 1
     count = len(token_lists) * per_prompt
     if request.session_id is not None and count > 1:
         raise refusal("session_id", f"a turn has one prompt and one answer, not {count}")
     if count > MAX_CHOICES:
         raise refusal("n", f"{len(token_lists)} prompts, each {per_prompt} times, are more than {MAX_CHOICES} choices")
-    asked = grammar_asked(request)
-    if asked is not None:
-        await check_grammar(model.guides, asked)
+    asked = await _guide(model.guides, request, calling)
     choices: list[_Choice] = []
     for tokens in token_lists:
         strange = model.strange_token(tokens)
@@ -113,23 +118,42 @@ async def prepare(
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             drawn_seed=secrets.randbits(63),
-            grammar=None if asked is None else asked.grammar,
+            grammar=asked,
         )
         for turn in range(per_prompt):
             own_id = request_id if count == 1 else f"{request_id}-{len(choices)}"
             own = msgspec.structs.replace(sampling, seed=(sampling.seed + turn) % (1 << 63))  # as in vLLM
             choices.append(_Choice(RequestId(own_id), tokens, own))
     timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
-    return Answering(gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, int(time.time()))
+    created = int(time.time())
+    return Answering(gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, created, calling)
 
 
-async def _tokenize(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest) -> list[list[int]]:
+async def _guide(guides: Guides, request: ChatRequest | CompletionRequest, calling: Calling | None) -> Grammar | None:
+    """What the answers have to follow. Raises RequestError when it cannot be compiled."""
+    asked = grammar_asked(request)
+    if calling is not None:
+        if asked is not None:
+            raise refusal(asked.field, 'an answer that follows it can call no tools (tool_choice: "none")')
+        for guided in calling.guided:
+            await check_grammar(guides, guided)  # its own field is named where it is wrong
+        asked = calling.asked
+    if asked is None:
+        return None
+    await check_grammar(guides, asked)
+    return asked.grammar
+
+
+async def _tokenize(
+    model: ServedModel, request: ChatRequest | CompletionRequest, calling: Calling | None
+) -> list[list[int]]:
     if isinstance(request, ChatRequest):
-        messages = [message.as_template_input() for message in request.messages]
-        chars = sum(len(message["content"]) for message in messages)
-        return [await encode_aside(chars, tokenizer.encode_chat, messages)]
+        messages = conversation(request.messages)
+        tools = None if calling is None else [tool.as_template_input() for tool in calling.tools]
+        return [await encode_aside(chars_of(request.messages), partial(model.encode_chat, tools=tools), messages)]
+    encode = model.tokenizer.encode
     return [
-        prompt if isinstance(prompt, list) else await encode_aside(len(prompt), tokenizer.encode, prompt)
+        prompt if isinstance(prompt, list) else await encode_aside(len(prompt), encode, prompt)
         for prompt in request.prompts()
     ]
 
@@ -144,6 +168,8 @@ class WholeAnswer:
     text: str
     logprobs: list[NamedLogprob]
     end: AnswerEnd
+    calls: list[MadeCall]
+    finish_reason: str
 
 
 async def answer_json(answering: Answering) -> tuple[Completion, str]:
@@ -170,15 +196,26 @@ async def answer_json(answering: Answering) -> tuple[Completion, str]:
 
 async def collect_answer(answering: Answering, index: int) -> WholeAnswer:
     """One choice. Raises RequestError."""
-    parts: list[str] = []
+    deltas: list[Delta] = []
     logprobs: list[NamedLogprob] = []
+    writer = writer_of(answering)
     async with aclosing(answering.events(index)) as events:
         async for event in events:
             if isinstance(event, AnswerEnd):
-                return WholeAnswer("".join(parts), logprobs, event)
-            parts.append(event.text)
+                text, calls = told(deltas + writer.finish())
+                return WholeAnswer(text, logprobs, event, calls, _finish_reason(event, writer))
+            deltas += writer.push(event.text)
             logprobs += _named_logprobs(answering, event)
     raise AssertionError("an answer ends with AnswerEnd or RequestError")
+
+
+def writer_of(answering: Answering) -> Writer:
+    """For one choice."""
+    return PlainWriter() if answering.calling is None else answering.calling.writer()
+
+
+def _finish_reason(end: AnswerEnd, writer: Writer) -> str:
+    return "tool_calls" if writer.called and end.finish_reason == "stop" else end.finish_reason
 
 
 def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoice] | list[CompletionChoice]:
@@ -187,8 +224,10 @@ def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoic
         return [
             ChatChoice(
                 index=index,
-                message=AnswerMessage(content=whole.text),
-                finish_reason=whole.end.finish_reason,
+                message=AnswerMessage(
+                    content=whole.text if whole.text or not whole.calls else None, tool_calls=whole.calls or UNSET
+                ),
+                finish_reason=whole.finish_reason,
                 logprobs=chat_logprobs(whole.logprobs) if wanted else None,
             )
             for index, whole in enumerate(answers)
@@ -211,6 +250,7 @@ async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
     """Server-sent events. Raises RequestError before the first one; afterwards a failure is an event."""
     ends: dict[int, AnswerEnd] = {}
     offsets = [0] * len(answering.choices)  # characters of each answer so far
+    writers = [writer_of(answering) for _ in answering.choices]
     begun: set[int] = set()
     try:
         async with aclosing(_merged(answering)) as events:
@@ -220,9 +260,14 @@ async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
                 begun.add(index)
                 if isinstance(event, AnswerEnd):
                     ends[index] = event
-                    yield _last_chunk(answering, index, event)
+                    for delta in writers[index].finish():
+                        yield _chunk(answering, [ChatChunkChoice(index=index, delta=delta)])
+                    yield _last_chunk(answering, index, event, _finish_reason(event, writers[index]))
+                elif answering.is_chat:
+                    for chunk in _chat_chunks(answering, index, event, writers[index]):
+                        yield chunk
                 elif event.text or event.logprobs:
-                    yield _delta_chunk(answering, index, event, offsets[index])
+                    yield _text_chunk(answering, index, event, offsets[index])
                     offsets[index] += len(event.text)
     except RequestError as error:
         if not begun:
@@ -288,22 +333,31 @@ def _chunk(
     return sse_event(chunk)
 
 
-def _delta_chunk(answering: Answering, index: int, event: AnswerDelta, offset: int) -> bytes:
+def _chat_chunks(answering: Answering, index: int, event: AnswerDelta, writer: Writer) -> list[bytes]:
+    """Log probabilities come with the first piece; without one when the text of their tokens is held back."""
+    deltas = writer.push(event.text)
     named = _named_logprobs(answering, event)
-    if answering.is_chat:
-        logprobs = chat_logprobs(named) if named else None
-        return _chunk(answering, [ChatChunkChoice(index=index, delta=Delta(content=event.text), logprobs=logprobs)])
-    text_logprobs = completion_logprobs(named, offset) if named else None
-    return _chunk(answering, [CompletionChoice(index=index, text=event.text, logprobs=text_logprobs)])
+    if named and not deltas:
+        deltas = [Delta(content="")]
+    choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+    if named:
+        choices[0] = ChatChunkChoice(index=index, delta=deltas[0], logprobs=chat_logprobs(named))
+    return [_chunk(answering, [choice]) for choice in choices]
 
 
-def _last_chunk(answering: Answering, index: int, end: AnswerEnd) -> bytes:
+def _text_chunk(answering: Answering, index: int, event: AnswerDelta, offset: int) -> bytes:
+    named = _named_logprobs(answering, event)
+    logprobs = completion_logprobs(named, offset) if named else None
+    return _chunk(answering, [CompletionChoice(index=index, text=event.text, logprobs=logprobs)])
+
+
+def _last_chunk(answering: Answering, index: int, end: AnswerEnd, finish_reason: str) -> bytes:
     """The chunk with the finish reason carries the `baton` extension."""
     extension = extension_of(answering, index, end)
     if answering.is_chat:
-        last = ChatChunkChoice(index=index, delta=Delta(), finish_reason=end.finish_reason)
+        last = ChatChunkChoice(index=index, delta=Delta(), finish_reason=finish_reason)
         return _chunk(answering, [last], extension=extension)
-    choice = CompletionChoice(index=index, text="", finish_reason=end.finish_reason)
+    choice = CompletionChoice(index=index, text="", finish_reason=finish_reason)
     return _chunk(answering, [choice], extension=extension)
 
 

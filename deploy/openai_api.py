@@ -9,12 +9,13 @@ Extensions to the OpenAI shapes: `top_k`, `min_p`, `repetition_penalty`, `stop_t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Grammar, Priority, SamplingParams
+from baton.deploy.chat_messages import ChatMessage, ToolChoice, Tools, conversation
 from baton.deploy.guided_api import Choices, GrammarText, ResponseFormat, Schema, StructuredOutputs
 from baton.deploy.json_bodies import parse, refusal
 
@@ -81,27 +82,14 @@ class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def as_template_input(self) -> dict[str, str]:
-        """As chat templates want it: "developer" is the newer name of "system"; text parts are joined."""
-        role = "system" if self.role == "developer" else self.role
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": role, "content": text}
-
-
 class ChatRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -185,6 +173,7 @@ def _check_chat(request: ChatRequest) -> None:
         raise refusal("max_tokens", "max_completion_tokens is given too, with another value")
     if request.top_logprobs is not None and not request.logprobs:
         raise refusal("top_logprobs", "needs logprobs: true")
+    conversation(request.messages)
 
 
 def sampling_for(

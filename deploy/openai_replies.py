@@ -103,10 +103,26 @@ class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
     text_offset: list[int]
 
 
+class MadeFunction(_Reply, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+
+
+class MadeCall(_Reply, frozen=True, kw_only=True):
+    """Of a tool, by an answer."""
+
+    id: str
+    function: MadeFunction
+    type: str = "function"
+
+
 class AnswerMessage(_Reply, frozen=True, kw_only=True):
-    content: str
+    """`content` is None where an answer only calls tools."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[MadeCall] | UnsetType = UNSET
 
 
 class ChatChoice(_Reply, frozen=True, kw_only=True):
@@ -116,9 +132,26 @@ class ChatChoice(_Reply, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
 
 
+class FunctionDelta(_Reply, frozen=True, kw_only=True):
+    """More of a call: its name once, then its arguments bit by bit."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(_Reply, frozen=True):
+    """`id` and `type` come with the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta = FunctionDelta(arguments="")
+
+
 class Delta(_Reply, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(_Reply, frozen=True, kw_only=True):

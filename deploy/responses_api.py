@@ -13,8 +13,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.common.errors import RequestError
-from baton.deploy.json_bodies import parse
-from baton.deploy.openai_api import ChatMessage, ChatRequest, Sampled, TokenCount
+from baton.deploy.chat_messages import ChatMessage
+from baton.deploy.guided_api import JsonSchema, ResponseFormat, Schema
+from baton.deploy.json_bodies import parse, refusal
+from baton.deploy.openai_api import ChatRequest, Sampled, TokenCount
 from baton.deploy.openai_replies import BatonExtension, Usage
 
 _NEUTRAL = {
@@ -32,7 +34,6 @@ _NEUTRAL = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -63,10 +64,31 @@ class InputMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return ChatMessage(role=self.role, content=text)
 
 
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`response_format`, as this endpoint writes it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Schema | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> ResponseFormat:
+        if self.type != "json_schema" and self.schema is not None:
+            raise refusal("text.format.schema", 'needs type: "json_schema"')
+        given = None if self.schema is None else JsonSchema(schema=self.schema)
+        return ResponseFormat(type=self.type, json_schema=given)
+
+
+class TextOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: TextFormat | None = None
+
+
 class ResponsesRequest(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     input: str | Annotated[list[InputMessage], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
+    text: TextOptions | None = None
 
     def as_chat(self) -> ChatRequest:
         """The instructions as a system message, then the input."""
@@ -76,7 +98,10 @@ class ResponsesRequest(Sampled, frozen=True, forbid_unknown_fields=True, kw_only
         else:
             messages += [message.as_chat() for message in self.input]
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
-        return ChatRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **shared)
+        form = self.text.format.as_chat() if self.text is not None and self.text.format is not None else None
+        return ChatRequest(
+            messages=messages, max_completion_tokens=self.max_output_tokens, response_format=form, **shared
+        )
 
 
 def parse_responses_request(body: bytes) -> ResponsesRequest:
@@ -86,7 +111,12 @@ def parse_responses_request(body: bytes) -> ResponsesRequest:
 
 def renamed(error: RequestError) -> RequestError:
     """An error about the chat, as one about the response that it stands for."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens"}
+    names = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format.schema",
+        "response_format.json_schema.schema": "text.format.schema",
+    }
     field = names.get(error.field or "", error.field)
     return RequestError(error.code, error.message, field, error.retry_after_s)
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from baton.deploy.chat_messages import ChatMessage, chars_of, conversation
 from baton.deploy.json_bodies import decode_object, parse, refusal
-from baton.deploy.openai_api import ChatMessage, TokenId
+from baton.deploy.openai_api import TokenId
 from baton.deploy.tokenizer import ServedModel, encode_aside
 
 MAX_TOKENS = 1 << 20
@@ -76,8 +77,8 @@ async def _encode(model: ServedModel, request: TokenizePrompt | TokenizeChat) ->
         return await encode_aside(len(request.prompt), encode, request.prompt)
     if request.add_special_tokens:
         raise refusal("add_special_tokens", "a chat template writes its own")
-    messages = [message.as_template_input() for message in request.messages]
-    return await encode_aside(sum(len(one["content"]) for one in messages), model.tokenizer.encode_chat, messages)
+    messages = conversation(request.messages)
+    return await encode_aside(chars_of(request.messages), model.encode_chat, messages)
 
 
 def detokenize(model: ServedModel, body: bytes) -> Detokenized:

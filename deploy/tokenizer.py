@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
 
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_model import FAKE_SPECIAL, FAKE_VOCAB_SIZE, fake_vocabulary
 from baton.common.engine.guiding import Guides, model_vocabulary
 from baton.common.errors import ConfigError, ErrorCode, RequestError
 from baton.common.kv.layout import Component, KvLayout
+from baton.deploy.chat_messages import TemplateMessage
 from baton.deploy.json_bodies import shorten
+from baton.deploy.tool_formats import FORMATS, ToolFormat, format_of_template, spelled_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +41,18 @@ class Tokenizer(Protocol):
     def encode_bare(self, text: str) -> list[int]:
         """Without the tokens that a model wants around a text."""
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]: ...
+    def encode_chat(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """With `tools` only where `knows_tools`. Raises RequestError."""
+
+    @property
+    def chat_template(self) -> str:
+        """Empty where there is none."""
+
+    @property
+    def knows_tools(self) -> bool:
+        """Its chat template shows tools and calls to the model."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -58,9 +71,19 @@ class ByteTokenizer:
     def encode_bare(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
+
+    @property
+    def chat_template(self) -> str:
+        return ""
+
+    @property
+    def knows_tools(self) -> bool:
+        return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < _BYTES).decode("utf-8", errors="replace")
@@ -87,7 +110,18 @@ class ModelTokenizer:
     def encode_bare(self, text: str) -> list[int]:
         return cast(list[int], self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        template = self._tokenizer.chat_template  # a model may have several, by name
+        return "".join(template.values()) if isinstance(template, dict) else template or ""
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.chat_template
+
+    def encode_chat(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Raises RequestError when the model has no chat template, or when its template refuses the conversation."""
         from jinja2 import TemplateError
 
@@ -96,7 +130,9 @@ class ModelTokenizer:
                 ErrorCode.INVALID_REQUEST, "this model has no chat template: use /v1/completions", "messages"
             )
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except TemplateError as error:
             raise RequestError(
                 ErrorCode.INVALID_REQUEST, f"the chat template refuses this: {error}", "messages"
@@ -151,6 +187,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
     guides: Guides
+    tool_format: ToolFormat = FORMATS["hermes"]
     thinking_token_id: int = -1  # whose answers are not cached; -1: all are
 
     def check_name(self, asked: str) -> None:
@@ -158,6 +195,15 @@ class ServedModel:
         if asked != self.name:
             reason = f"model {shorten(repr(asked))} is not served here; {self.name!r} is"
             raise RequestError(ErrorCode.MODEL_NOT_FOUND, reason, "model")
+
+    def encode_chat(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """A conversation in which `tools` may be called. Where the chat template knows none, the conversation itself
+        tells of them. Raises RequestError."""
+        if not self.tokenizer.knows_tools:
+            messages, tools = spelled_out(messages, tools or (), self.tool_format), None
+        return self.tokenizer.encode_chat(messages, tools)
 
     def strange_token(self, tokens: Sequence[int]) -> str | None:
         """Which token is none of the model's, in words."""
@@ -193,4 +239,8 @@ def _served(
             reason = f"is not one token of {info.name}, so nobody can see where an answer begins to think"
             raise ConfigError("model.thinking_start", start, reason, "or leave kv.strip_thinking_cache off")
         thinking = ids[0]
-    return ServedModel(info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer, guides, thinking)
+    asked = config.gateway.tool_parser
+    tool_format = FORMATS[format_of_template(tokenizer.chat_template) if asked == "template" else asked]
+    return ServedModel(
+        info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer, guides, tool_format, thinking
+    )

@@ -176,7 +176,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    worker: Loopback | None = None, *, members: bool = True, jobs: Mapping[str, int] = {}, **settings: float
+    worker: Loopback | None = None,
+    *,
+    members: bool = True,
+    jobs: Mapping[str, int] = {},
+    max_model_len: int = MAX_MODEL_LEN,
+    **settings: float,
 ) -> Iterator[Served]:
     """A served gateway. `settings` are GatewayConfig's, `jobs` are JobsConfig's."""
     worker = worker or Loopback()
@@ -185,10 +190,10 @@ def serving(
         jobs=replace(JobsConfig(poll_s=0.05), **jobs),
         liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, republish_interval_s=0.04, dead_after_s=0.06),
     )
-    model = ServedModel("fake", MAX_MODEL_LEN, 258, (257,), ByteTokenizer(), Guides(fake_vocabulary))
+    model = ServedModel("fake", max_model_len, 258, (257,), ByteTokenizer(), Guides(fake_vocabulary))
 
     def make_gateway() -> Gateway:
-        core = GatewayCore(config.gateway, config.transfer, config.liveness, MAX_MODEL_LEN)
+        core = GatewayCore(config.gateway, config.transfer, config.liveness, max_model_len)
         return Gateway(core, model, worker.post, MonotonicClock(), version="0.0.test", stuck_after_s=1.0)
 
     store = JobStore(SqliteDatabase(Path(":memory:")))

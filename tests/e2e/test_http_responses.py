@@ -113,6 +113,10 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"store": True}, "store", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema", "needs type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema", "x"),
+        ({"text": {"verbosity": "low"}}, "text", "verbosity"),
     ],
 )
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str, says: str, stream: bool) -> None:

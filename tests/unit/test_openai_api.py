@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.messages import SamplingParams, Timeline
+from baton.deploy.chat_messages import conversation
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request, sampling_for
 from baton.deploy.openai_replies import HTTP_STATUS, http_error, usage_of
 
@@ -130,7 +131,7 @@ def test_chat_messages_as_templates_want_them() -> None:
             {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
         ]
     )
-    assert [message.as_template_input() for message in request.messages] == [
+    assert conversation(request.messages) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
     ]
@@ -153,7 +154,7 @@ def test_chat_messages_as_templates_want_them() -> None:
         ({"n": 129}, "n", "<= 128"),
         ({"n": True}, "n", "bool"),
         ({"best_of": 2}, "best_of", "not supported"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "<= 2.0, got 2.5"),
         ({"presence_penalty": -3}, "presence_penalty", ">= -2.0, got -3"),
         ({"repetition_penalty": 0}, "repetition_penalty", "> 0"),
