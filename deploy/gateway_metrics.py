@@ -1,5 +1,5 @@
-"""What a gateway counts, in Prometheus's terms, and beside it what its workers do (`worker_metrics.py`). Owns its own
-registry: two gateways in one process do not mix.
+"""What a gateway counts, in Prometheus's terms; beside it what its workers do (`worker_metrics.py`), and some of it
+once more under vLLM's names (`vllm_metrics.py`). Owns its own registry: two gateways in one process do not mix.
 
 A prompt token is counted once, by where its KV came from: computed on the decode worker, found in its prefix cache, or
 handed over. The three add up to the prompt (`double_counted_metrics` in the failure list).
@@ -7,11 +7,14 @@ handed over. The three add up to the prompt (`double_counted_metrics` in the fai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter as Counts
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.common.messages import Timeline
+from baton.deploy.status import WorkerView
+from baton.deploy.vllm_metrics import VllmNames
 from baton.deploy.worker_metrics import WorkerCollector
 from baton.transfer.reports import WorkerMetrics
 
@@ -23,7 +26,7 @@ _TOTAL_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class GatewayMetrics:
     """Counters and histograms of one gateway. Used from its loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         self._ended = Counter(
             "baton_requests", "Requests that ended, by outcome: stop, length, or an error code.", ["outcome"],
@@ -56,6 +59,8 @@ class GatewayMetrics:
         )  # fmt: skip
         self._of_workers = WorkerCollector()
         self._registry.register(self._of_workers)
+        aliases = (self._ended, self._tokens, self._prompt, self._ttft, self._itl, self._total)
+        self._registry.register(VllmNames(model, self._of_workers, aliases))
 
     def tokens(self, count: int, since_last_s: float, *, first: bool) -> None:
         self._tokens.inc(count)
@@ -74,14 +79,11 @@ class GatewayMetrics:
     def http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def page(
-        self, in_flight: int, workers: Mapping[tuple[str, str], int], of_workers: Mapping[str, WorkerMetrics]
-    ) -> bytes:
-        """The exposition text. `workers`: (role, "live" | "silent") -> count; `of_workers`: what they count
-        themselves."""
-        self._of_workers.metrics = of_workers
+    def page(self, in_flight: int, seen: Sequence[WorkerView], of_workers: Mapping[str, WorkerMetrics]) -> bytes:
+        """The exposition text. `seen`: the members, by their heartbeats; `of_workers`: what they count themselves."""
+        self._of_workers.metrics, self._of_workers.seen = of_workers, seen
         self._inflight.set(in_flight)
         self._workers.clear()
-        for (role, state), count in workers.items():
+        for (role, state), count in Counts((one.role, "silent" if one.silent else "live") for one in seen).items():
             self._workers.labels(role, state).set(count)
         return generate_latest(self._registry)

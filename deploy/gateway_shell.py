@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -155,7 +155,7 @@ class Gateway:
     ) -> None:
         """Must be made on the loop that it shall run on."""
         self.model = model
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(model.name)
         self._core = core
         self._post = post
         self._clock = clock
@@ -375,10 +375,7 @@ class Gateway:
             if self._clock.now() - self._asked_at_s >= METRICS_AGE_S:
                 self._of_workers = await self.workers.metrics()
                 self._asked_at_s = self._clock.now()
-        states = Counter(
-            (member.role, "silent" if worker in self._silent else "live") for worker, member in self._members.items()
-        )
-        return self.metrics.page(len(self._running), states, self._of_workers)
+        return self.metrics.page(len(self._running), self._seen(), self._of_workers)
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]
@@ -387,6 +384,18 @@ class Gateway:
         """From its last heartbeat. A gateway that sends none to us is ourselves."""
         member = self._members[worker]
         return self._loads.get(worker, self.load() if member.role == "gateway" else member.load)
+
+    def _seen(self) -> list[WorkerView]:
+        return [
+            WorkerView(
+                worker=worker,
+                role=member.role,
+                incarnation=member.stamp.incarnation,
+                silent=worker in self._silent,
+                load=self._load_of(worker),
+            )
+            for worker, member in sorted(self._members.items())
+        ]
 
     async def status(self) -> GatewayStatus:
         ready, reason = self.readiness()
@@ -397,16 +406,7 @@ class Gateway:
             ready=ready,
             reason=reason,
             requests=self._core.load(),
-            workers=[
-                WorkerView(
-                    worker=worker,
-                    role=member.role,
-                    incarnation=member.stamp.incarnation,
-                    silent=worker in self._silent,
-                    load=self._load_of(worker),
-                )
-                for worker, member in sorted(self._members.items())
-            ],
+            workers=self._seen(),
             lanes=[use for _, use in sorted(self._lanes.items())],
             details=dict(await self.workers.statuses()),
             recent=self._recent.look(self._clock.now()),

@@ -1,12 +1,12 @@
-"""What workers count of hand-offs, staging and tiers, in Prometheus's terms. Owns the names; docs/OBSERVABILITY.md
-explains them. Never asks a worker anything.
+"""What workers count of their load, hand-offs, staging and tiers, in Prometheus's terms. Owns the names, which
+docs/OBSERVABILITY.md explains. Never asks a worker anything.
 
 Series are bounded by the cluster: one per worker, peer, lane and direction, of pairs that had a hand-off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import (
@@ -19,6 +19,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.common.histogram import LATENCY_BOUNDS_S
+from baton.common.messages import Load
+from baton.deploy.status import WorkerView
 from baton.transfer.reports import Flow, Latencies, WorkerMetrics
 
 _FLOW_LABELS = ["worker", "peer", "lane", "direction"]
@@ -48,13 +50,25 @@ _LEVEL_GAUGES = ("used_bytes", "capacity_bytes")
 _QUEUES = ("queued_restores", "queued_stores")
 
 
+_LOADS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("running", "Requests that its engine works on.", lambda load: load.running),
+    ("queued", "Requests that wait for pages or their turn.", lambda load: load.queued),
+    ("queued_tokens", "Tokens of theirs that nobody has computed.", lambda load: load.queued_tokens),
+    ("pages", "KV pages of the model's first component.", lambda load: load.total_pages),
+    ("available_pages", "Of them: free, or cached and to be had.", lambda load: load.free_pages),
+    ("step_age_seconds", "How long the current step has run.", lambda load: load.step_age_s),
+)
+
+
 class WorkerCollector(Collector):
-    """Registered once; tells what `metrics` was set to last."""
+    """Registered once; tells what `metrics` and `seen` were set to last."""
 
     def __init__(self) -> None:
         self.metrics: Mapping[str, WorkerMetrics] = {}
+        self.seen: Sequence[WorkerView] = ()
 
     def collect(self) -> Iterator[Metric]:
+        yield from _load_families([one for one in self.seen if one.role in ("prefill", "decode")])
         yield from _flow_families(self.metrics)
         yield _slots(self.metrics)
         yield from _tier_families(self.metrics)
@@ -62,6 +76,19 @@ class WorkerCollector(Collector):
     def describe(self) -> Iterator[Metric]:
         """Nothing: names are checked when they are collected."""
         return iter(())
+
+
+def _load_families(workers: Sequence[WorkerView]) -> Iterator[Metric]:
+    """From heartbeats: fresh, and told without asking."""
+    for name, text, value in _LOADS:
+        family = GaugeMetricFamily(f"baton_worker_{name}", text, labels=["worker", "role"])
+        for one in workers:
+            family.add_metric([one.worker, one.role], value(one.load))
+        yield family
+    steps = CounterMetricFamily("baton_worker_steps", "Steps of its engine.", labels=["worker", "role"])
+    for one in workers:
+        steps.add_metric([one.worker, one.role], one.load.steps)
+    yield steps
 
 
 def _flow_families(workers: Mapping[str, WorkerMetrics]) -> Iterator[Metric]:

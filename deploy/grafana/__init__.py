@@ -1,0 +1,1 @@
+"""Dashboards and alert rules, and what makes them."""
