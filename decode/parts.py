@@ -47,7 +47,9 @@ class Parts:
         self.outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
         self.stores = Stores(pool, page_keys, tiers)
         self.restores = Restores(pool, page_keys, tiers)
-        self.caching = Caching(pool, self.stores, lambda: self.lacking, self.commands.extend)
+        self.caching = Caching(
+            pool, self.stores, lambda: self.lacking, self.commands.extend, lambda: self.waiting.stir()
+        )
         self.sessions = Sessions(pool, config.max_sessions, config.session_ttl_s, self.caching.keep_below)
         self.waiting = WaitingRequests(pool, config, self.sessions)
         self.handoffs = Handoffs(stamp.epoch)

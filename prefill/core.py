@@ -299,6 +299,7 @@ class PrefillCore:
         match request.state:
             case Returning():
                 self.pool.cache_unfinished_req(request, request.offer.tokens)
+                self._may_fit = True
                 self._prefill(request)
             case Stopping():
                 pass
@@ -371,6 +372,7 @@ class PrefillCore:
                     raise AssertionError(f"{request!r} was computed")
                 case _:
                     assert_never(request.state)
+        self._may_fit = True  # what was cached may have freed duplicates, or the checkpoint that it began with
         self._admit(now)
         return self._take_out()
 

@@ -17,6 +17,7 @@ from baton.common.engine.fake_model import U64
 from baton.common.ids import SessionId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.parts import LEAST_STATE_SLOTS
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import I32
 from baton.common.kv.record import ReqKvInfo
@@ -135,7 +136,7 @@ class AdmissionOracle:
             return
         for component in pool.layout.components:
             if component is Component.STATE:
-                wanted = 1
+                wanted = LEAST_STATE_SLOTS
             else:
                 growth = sum(self._grown(component, one, pool.max_context_len) for one in active)
                 wanted = self._pages(component, pool.longest) + growth
@@ -160,7 +161,7 @@ def assert_no_prompt_waits_in_vain(pool: KvPool, core: PrefillCore, records: Seq
     ):
         return
     for component in pool.layout.components:
-        wanted = 1 if component is Component.STATE else pool.parts.needed(component, load.queued_tokens)
+        wanted = LEAST_STATE_SLOTS if component is Component.STATE else pool.parts.needed(component, load.queued_tokens)
         if wanted > pool.parts.available(component):
             return
     raise AssertionError(f"{load.queued} prompts wait though all that they need is there")

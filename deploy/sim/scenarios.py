@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.deploy.sim import scenarios_kept as kept
 from baton.deploy.sim import scenarios_liveness as liveness
 from baton.deploy.sim import scenarios_memory as memory
 from baton.deploy.sim import scenarios_output as output
@@ -36,6 +37,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.retry_same_room,
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
+        *kept.SCENARIOS,
         *pressure.SCENARIOS,
         *peers.SCENARIOS,
         *output.SCENARIOS,

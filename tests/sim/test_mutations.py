@@ -22,16 +22,20 @@ from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.window import SlidingWindow
+from baton.common.units import page_floor
+from baton.decode import admission
 from baton.decode.answers import Answers
 from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
-from baton.decode.request import Done, Incoming, Restoring
+from baton.decode.request import DecodeRequest, Done, Incoming, Restoring
 from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
+from baton.decode.storing import Stores
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
+from baton.deploy.session_book import SessionBook
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
 from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
@@ -459,6 +463,113 @@ def answer_nobody_who_asks(patch):
     patch.setattr(Roster, "on_asked", lambda self, sender: None)
 
 
+def lend_what_may_be_exchanged(patch):
+    """Whole pages are shipped as soon as they are computed, though the tree may exchange them for its own."""
+    patch.setattr(KvPool, "settled_until", lambda self, record: page_floor(record.kv_committed_len, self.page_size))
+
+
+def leave_no_room_to_grow(patch):
+    """Whoever fits is let in, whatever the others have been reserved."""
+    patch.setattr(admission, "_growth_pages", lambda *rest: 0)
+
+
+def let_nobody_finish_alone(patch):
+    """Admission does not see to it that one running request can reach its end when the others give way."""
+    of = admission._Load.of
+    patch.setattr(admission._Load, "of", lambda *rest: dataclasses.replace(of(*rest), finish_alone_pages=0))
+
+
+def promise_for_having_asked(patch):
+    """A growth that was refused keeps the sliding pages that it was promised for a moment."""
+    promise_for = SlidingWindow.promise_for
+
+    def mutated(self, record, length):
+        return promise_for(self, record, length) if self.pages_for(length) > record.swa_promised else None
+
+    patch.setattr(SlidingWindow, "promise_for", mutated)
+
+
+def go_back_to_any_length(patch):
+    """A turn that leaves its conversation goes on from there, whether windows and states can or not."""
+
+    def mutated(self, record, length):
+        return record.cache_protected_len <= length <= record.kv_committed_len
+
+    patch.setattr(KvPool, "can_go_back", mutated)
+
+
+def lose_the_slot_that_is_replaced(patch):
+    """A turn that did not go on from its session's slot takes the place of that, which nobody gives back."""
+    keep = Sessions.keep
+
+    def mutated(self, request, now):
+        self._slots.pop(request.session_id, None)
+        keep(self, request, now)
+
+    patch.setattr(Sessions, "keep", mutated)
+
+
+def share_more_in_a_later_turn(patch):
+    """Every turn of a session is offered to the tree like a first one."""
+    lend = Sessions.lend
+
+    def mutated(self, slot, request):
+        lend(self, slot, request)
+        request.session_protected_len = None
+
+    patch.setattr(Sessions, "lend", mutated)
+
+
+def leave_the_slot_behind(patch):
+    """A session that has moved stays with its old worker, too, until its time is over."""
+    end_turn = SessionBook.end_turn
+
+    def mutated(self, session, worker, now):
+        end_turn(self, session, worker, now)
+
+    patch.setattr(SessionBook, "end_turn", mutated)
+
+
+def restore_the_last_token_too(patch):
+    """A tier is asked for all of a prompt, and nobody computes the first output."""
+    begin = Restores.begin
+
+    def mutated(self, request, now):
+        with patch.context() as inner:
+            inner.setattr(DecodeRequest, "wants_first_token", False)
+            return begin(self, request, now)
+
+    patch.setattr(Restores, "begin", mutated)
+
+
+def believe_in_half_a_store(patch):
+    """A store that was cut short counts as whole: the rest is never given to a tier again."""
+    end = Stores.end
+
+    def mutated(self, event):
+        pages = len(self._open[event.job].pages) if event.pages else 0
+        return end(self, dataclasses.replace(event, pages=pages))
+
+    patch.setattr(Stores, "end", mutated)
+
+
+def store_what_was_restored(patch):
+    """What came from a tier is given to it once more."""
+    patch.setattr(Stores, "found", lambda self, landed: None)
+
+
+def store_what_was_only_planned(patch):
+    """The newest position of a request that gives way goes down, too, though no step has computed it."""
+    retract = Stores.retract
+
+    def mutated(self, request, now):
+        with patch.context() as inner:
+            inner.setattr(DecodeRequest, "fill_len", property(lambda one: one.record.kv_committed_len))
+            return retract(self, request, now)
+
+    patch.setattr(Stores, "retract", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -494,6 +605,18 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     start_a_successor_without_proof,
     listen_to_no_peer_of_a_hand_off,
     answer_nobody_who_asks,
+    lend_what_may_be_exchanged,
+    leave_no_room_to_grow,
+    let_nobody_finish_alone,
+    promise_for_having_asked,
+    go_back_to_any_length,
+    lose_the_slot_that_is_replaced,
+    share_more_in_a_later_turn,
+    leave_the_slot_behind,
+    restore_the_last_token_too,
+    believe_in_half_a_store,
+    store_what_was_restored,
+    store_what_was_only_planned,
 ]
 
 
