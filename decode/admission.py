@@ -94,7 +94,8 @@ class Admission:
         load = {component: _Load.of(component, requests, self._reserved_tokens, self._pool) for component in paged}
         crowd = len(requests)
         head = queue[0]
-        if head.request_id != self._head:
+        # One that comes back goes before everybody for a moment: that does not begin the count anew.
+        if head.request_id != self._head and not head.retracted:
             self._head, self._overtaken = head.request_id, 0
         refusal = self._pre_alloc(head, crowd, load)
         if isinstance(refusal, PreAllocated):

@@ -188,6 +188,18 @@ def test_a_new_head_may_be_overtaken_again() -> None:
     assert pool.free_pages == 50 - 2 * MAX_BACKFILL
 
 
+def test_a_retracted_request_ahead_does_not_let_others_overtake_again() -> None:
+    _, admission = make(100, 0)
+    running = candidate("run", 4 * 50, total_len=200)
+    admitted(admission.admit([running], []))
+    large = candidate("large", 4 * 60, total_len=240)
+    for n in range(MAX_BACKFILL):
+        assert admitted(admission.admit([large, candidate(str(n), 4, total_len=4)], [active(running)])).index == 1
+    back = candidate("back", 4, total_len=4, retracted=True)
+    assert admitted(admission.admit([back, large], [active(running)])).index == 0
+    assert isinstance(admission.admit([large, candidate("small", 4, total_len=4)], [active(running)]), Refused)
+
+
 def test_a_retracted_request_is_never_overtaken() -> None:
     _, admission = make(10, 0)
     running = candidate("run", 20, total_len=20)
