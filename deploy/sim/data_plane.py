@@ -21,6 +21,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure, unpack_tokens
+from baton.deploy.sim.lanes import DIRECT_LANE, STAGED_LANE, SimLanes
 from baton.deploy.sim.network import Network, Receiver
 from baton.deploy.sim.schedule import Schedule
 from baton.deploy.sim.settings import WorldSettings
@@ -46,11 +47,8 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.staging import state_pieces_of, unit_rows
 
-STAGED_LANE = "zmq"
-PULL_LANE = "local"
-DIRECT_LANE = "tcp"
 LANE_TIMEOUT_S = 2.0
-"""A region that has not come by then will not: the lane is called broken."""
+"""A region that has not come by then will not, unless the lane hangs: it is called broken."""
 SPARE_SLOT = 0.2
 """How often a hand-off is given a slot more, where nobody waits for it."""
 
@@ -104,6 +102,7 @@ class SimDataPlane:
         self._network = network
         self._worker_at = worker_at
         self._probe = probe
+        self._lanes = SimLanes(settings, schedule, lambda wait_s: host.after(wait_s, self._look, "look at lanes"))
         self._free_slots = settings.staging_slots
         self._waiting: deque[PrepareSink] = deque()
         self._sinks: dict[HandoffKey, _Sink] = {}
@@ -131,6 +130,7 @@ class SimDataPlane:
                 return []
             case FenceSink(key):
                 self._probe("fence_sink", (self._host, key))
+                self._note_given_up(key)
                 return self._fence(lambda: [*self._close(key), SinkFenced(key)])
             case CloseSink(key):
                 return self._close(key)
@@ -167,9 +167,8 @@ class SimDataPlane:
         if self._worker_at(effect.peer) is None and self._schedule.rng.random() < 0.5:
             failure = Failure(code=ErrorCode.NO_WORKER, reason="no lane to the peer")
             return [SinkNotPrepared(effect.key, failure, True)]
-        lot, pull = self._schedule.rng.random(), self._settings.pull_lane
-        if lot < pull + self._settings.direct_lane:
-            lane = PULL_LANE if lot < pull else DIRECT_LANE
+        lane = self._lanes.choose(effect.peer)
+        if lane != STAGED_LANE:
             return [self._open(effect, lane, self._settings.transfer.credit_regions)]
         self._waiting.append(effect)
         return self._prepare_waiting()
@@ -195,6 +194,8 @@ class SimDataPlane:
             self._waiting = deque(one for one in self._waiting if one.key != key)
         else:
             self._free_slots += sink.slots
+            for effect in sink.open.values():
+                self._lanes.ended(effect)
             base = sink.prepare.tag_base
             for tag in [tag for tag in self._staged if base <= tag < base + sink.prepare.tag_count]:
                 del self._staged[tag]
@@ -205,20 +206,21 @@ class SimDataPlane:
         assert effect.chunk.seq not in sink.open, f"region {effect.chunk.seq} of {effect.key} is landing already"
         assert len(sink.open) < sink.room, "more regions than were promised room"
         sink.open[effect.chunk.seq] = effect
+        self._lanes.began(effect)
         self._probe("land_region", (self._host, effect))
         if effect.lane in PULL_LANES:
             self._probe("bytes_moving", (self._host, effect))
             self._host.after(self._work_s(effect.chunk.nbytes), lambda: self._pulled(effect), "pull")
         elif effect.lane == DIRECT_LANE:
             asked = partial(self._at, self._host.stamp, effect.tag)
-            self._network.carry(self._host.stamp, effect.peer.worker, asked)
-            self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
+            self._network.carry(self._host.stamp, effect.peer.worker, DIRECT_LANE, asked)
+            self._host.after(LANE_TIMEOUT_S, lambda: self._timed_out(effect), "lane timeout")
         elif effect.tag in self._staged:
             data = self._staged.pop(effect.tag)
             self._probe("bytes_moving", (self._host, effect))
             self._host.after(self._work_s(len(data)), lambda: self._scatter(effect, data), "scatter")
         else:
-            self._host.after(LANE_TIMEOUT_S, lambda: self._lane_failed(effect), "lane timeout")
+            self._host.after(LANE_TIMEOUT_S, lambda: self._timed_out(effect), "lane timeout")
 
     def region_arrived(self, tag: int, data: bytes) -> None:
         """Into staging memory, whatever has become of its hand-off."""
@@ -286,6 +288,25 @@ class SimDataPlane:
         else:
             self._end_landing(effect, self._landed(effect, effect.chunk.nbytes))
 
+    def _timed_out(self, effect: LandRegion) -> None:
+        """A lane that hangs is not broken: it is found out by what it does not do."""
+        if not self._network.hangs(effect.peer.worker, self._host.stamp.worker, effect.lane):
+            self._lane_failed(effect)
+
+    def _look(self) -> None:
+        """All hand-offs on a lane that has stalled are over."""
+        for lane, peer in self._lanes.look():
+            for sink in [one for one in self._sinks.values() if (one.lane, one.prepare.peer) == (lane, peer)]:
+                if sink.open:
+                    failure = Failure(code=ErrorCode.INTERNAL, reason="nothing has come for too long")
+                    effect = sink.open[min(sink.open)]
+                    self._end_landing(effect, SinkLaneFailed(effect.key, failure, False))
+
+    def _note_given_up(self, key: HandoffKey) -> None:
+        sink = self._sinks.get(key)
+        if sink is not None and sink.open:
+            self._lanes.given_up(sink.lane, sink.prepare.peer)
+
     def _lane_failed(self, effect: LandRegion) -> None:
         if self._is_open(effect):
             lost = self._worker_at(effect.peer) is None
@@ -294,6 +315,7 @@ class SimDataPlane:
 
     def _end_landing(self, effect: LandRegion, event: DataEvent) -> None:
         del self._sinks[effect.key].open[effect.chunk.seq]
+        self._lanes.ended(effect)
         self._probe("landing_ended", (self._host, event))
         self._host.answer(event)
         for granted in self._prepare_waiting():
@@ -348,7 +370,7 @@ class SimDataPlane:
             if host is not None:
                 host.data.region_arrived(effect.tag, data)
 
-        self._network.carry(self._host.stamp, effect.peer.worker, arrive)
+        self._network.carry(self._host.stamp, effect.peer.worker, effect.lane, arrive)
 
     # ------------------------------------------------------------------------------------- direct lane
 
@@ -382,7 +404,9 @@ class SimDataPlane:
             if at + 1 < effect.span.units:
                 self._host.after(0.0, lambda: self._send_unit(effect, at + 1), "send")
 
-        self._host.after(work_s, lambda: self._network.carry(self._host.stamp, effect.peer.worker, arrive), "send")
+        self._host.after(
+            work_s, lambda: self._network.carry(self._host.stamp, effect.peer.worker, DIRECT_LANE, arrive), "send"
+        )
 
     def unit_arrived(self, tag: int, at: int, data: bytes) -> None:
         """Into its page, if it is wanted."""

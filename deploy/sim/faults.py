@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from baton.common.ids import CONTROLLER, WorkerId
+from baton.deploy.sim.lanes import DIRECT_LANE, STAGED_LANE
 from baton.deploy.sim.process import SimProcess
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ AIMS = (
 )
 """Probes just after the nth hit of which a fault strikes."""
 LASTS_S = (0.3, 1.5, 5.0)
+HANGS_S = (1.5, 8.0, 20.0)
 CONTROLLER_DOWN_S = 3.0
 STORM_S = 0.02
 STORM_SHARE = 0.8
@@ -53,7 +55,7 @@ def names_of_settings(settings: WorldSettings) -> list[str]:
 def is_steady(settings: WorldSettings) -> bool:
     """Whether all processes are there all the time and can reach each other, whatever is lost on the way."""
     struck = settings.crashes + settings.pauses + settings.partitions + settings.clogs + settings.hangs
-    planned = settings.drains + settings.flips
+    planned = settings.drains + settings.flips + settings.lane_hangs
     return not struck + planned + settings.controller_crashes and not settings.half_open
 
 
@@ -126,6 +128,10 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         down_s = rng.random() * CONTROLLER_DOWN_S
         return lambda _: world.crash_controller(down_s)
 
+    def lane_hang() -> Strike:
+        (a, b), lane, seconds = rng.sample(workers, 2), rng.choice((STAGED_LANE, DIRECT_LANE)), rng.choice(HANGS_S)
+        return lambda _: world.hang_lane(a, b, lane, seconds)
+
     kinds: tuple[tuple[str, int, Callable[[], Strike]], ...] = (
         ("crash", settings.crashes, crash),
         ("pause", settings.pauses, pause),
@@ -137,6 +143,7 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         ("cancel", settings.cancels, lambda: lambda _: world.cancel_someone()),
         ("storm", settings.storms, lambda: lambda _: _storm(world)),
         ("flip", settings.flips, flip),
+        ("lane", settings.lane_hangs, lane_hang),
     )
     return [(f"{kind}{number}", make()) for kind, count, make in kinds for number in range(count)]
 

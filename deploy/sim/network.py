@@ -53,6 +53,7 @@ class Network:
         self.extra_delay_s: Callable[[Stamp, WorkerId, Body], float] = no_extra_delay
         self._cut: dict[tuple[WorkerId, WorkerId], int] = {}  # directed; how many partitions cut it
         self._clogged_until_s: dict[tuple[WorkerId, WorkerId], float] = {}  # directed
+        self._hung_until_s: dict[tuple[WorkerId, WorkerId, str], float] = {}  # directed, by lane
         self._view: tuple[Body | None, Body] = (None, Heartbeat())  # the last membership sent, and as it arrives
         self._labels: dict[tuple[WorkerId, type[Body]], str] = {}  # of frames, for the trace
 
@@ -73,6 +74,13 @@ class Network:
     def clog(self, a: WorkerId, b: WorkerId, seconds: float) -> None:
         """Nothing arrives at `b` from `a` for a while: what is sent meanwhile arrives afterwards."""
         self._clogged_until_s[(a, b)] = self._schedule.now + seconds
+
+    def hang(self, a: WorkerId, b: WorkerId, lane: str, seconds: float) -> None:
+        """Bytes from `a` to `b` on this lane arrive afterwards, if anybody wants them then. Frames go on."""
+        self._hung_until_s[(a, b, lane)] = self._schedule.now + seconds
+
+    def hangs(self, a: WorkerId, b: WorkerId, lane: str) -> bool:
+        return self._hung_until_s.get((a, b, lane), 0.0) > self._schedule.now
 
     def _heal(self, a: WorkerId, b: WorkerId) -> None:
         self._cut[(a, b)] -= 1
@@ -119,11 +127,15 @@ class Network:
         for worker, member in members.items():
             enter(now + random() * delay_s, None, "", arrive, (worker, Frame(sender, member.stamp.epoch, heartbeat)))
 
-    def carry(self, sender: Stamp, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
+    def carry(self, sender: Stamp, worker: WorkerId, lane: str, arrive: Callable[[Receiver], None]) -> None:
         """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a
         stream. Lost only with the lane, which is the data plane's to simulate."""
         if (sender.worker, worker) not in self._cut:
-            self._schedule.after(self._delay_s(sender.worker, worker), self._deliver, worker, arrive)
+            delay_s = self._delay_s(sender.worker, worker)
+            if self._hung_until_s:
+                hung_s = self._hung_until_s.get((sender.worker, worker, lane), 0.0) - self._schedule.now
+                delay_s += max(0.0, hung_s)
+            self._schedule.after(delay_s, self._deliver, worker, arrive)
 
     def _deliver(self, worker: WorkerId, arrive: Callable[[Receiver], None]) -> None:
         receiver = self._seat(worker)

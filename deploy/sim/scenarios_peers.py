@@ -29,6 +29,7 @@ from baton.deploy.sim.settings import LinkFaults
 from baton.deploy.sim.world import Report, World
 from baton.transfer.api import AbortSource, OpenSink, SinkCommitted, SinkFailed, SourceAborted
 from baton.transfer.session.effects import LandRegion, SinkLaneFailed
+from baton.transfer.stalls import BEHIND_SILENCE_S, LOOK_EVERY_S
 
 FLOOD = 200
 MAX_TOMBSTONES = 16
@@ -345,6 +346,49 @@ def unheard_peer(seed: int) -> Scenario:
     return Scenario(world, reached)
 
 
+def lane_hangs(seed: int) -> Scenario:
+    """The lane of a hand-off takes what is sent and delivers nothing more; its peer lives and speaks. It is given up a
+    while after silence would have been noticed, and the same peer goes on, on another lane."""
+    transfer = TransferConfig(credit_regions=2, handoff_ttl_s=20.0)
+    plan = Plan(replace(BASE, prefill=1, decode=1, direct_lane=0.5, transfer=transfer), seed)
+    world = plan.world
+    stalled_s = world.settings.liveness.dead_after_s + BEHIND_SILENCE_S
+    for index in range(3):
+        plan.request(40, at_s=FIRST_S + 0.05 * index)
+    hung: dict[HandoffId, str] = {}
+    since_s = 0.0
+
+    def hang(details: object) -> None:
+        nonlocal since_s
+        effect = second_of(details)
+        assert isinstance(effect, LandRegion)
+        since_s = world.now
+        hung[effect.key.handoff] = effect.lane
+        world.hang_lane(effect.peer.worker, WorkerId("decode-0"), effect.lane, 30.0)
+
+    def is_third_region(details: object) -> bool:
+        effect = second_of(details)
+        return isinstance(effect, LandRegion) and effect.chunk.seq == 2
+
+    def look(world: World, details: object) -> None:
+        event = second_of(details)
+        if isinstance(event, SinkFailed) and event.key.handoff in hung:
+            assert event.failure.code is not ErrorCode.DEADLINE_EXCEEDED, event
+        if isinstance(event, SinkLaneFailed) and event.key.handoff in hung and event.key.attempt == 0:
+            late_s = world.now - since_s - stalled_s
+            assert 0 < late_s < 4 * LOOK_EVERY_S, f"given up {late_s:.1f} s late"
+            plan.note("given up for what did not come")
+        if isinstance(event, LandRegion) and event.key.attempt > 0 and event.key.handoff in hung:
+            assert event.lane != hung[event.key.handoff], f"{event.lane} once more"
+            plan.note("the same peer went on by another lane")
+
+    plan.once("land_region", is_third_region, hang)
+    world.on("landing_ended", look)
+    world.on("engine_event", look)
+    world.on("land_region", look)
+    return plan.ready("given up for what did not come", "the same peer went on by another lane")
+
+
 SCENARIOS = (
     prefill_abort_not_told,
     orphan_rooms,
@@ -356,4 +400,5 @@ SCENARIOS = (
     controller_restarts,
     half_open,
     unheard_peer,
+    lane_hangs,
 )

@@ -102,6 +102,7 @@ class WorldSettings:
     storms: int = 0  # most clients leave at once
     controller_crashes: int = 0
     flips: int = 0  # of a worker's role
+    lane_hangs: int = 0  # of lanes that deliver nothing, while frames go on
     half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
     successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
     thinking_token_id: int = -1  # of the gateways
@@ -211,6 +212,8 @@ def random_settings(seed: int) -> WorldSettings:
         prefix_cache=rng.choice(("chunk", "radix", "radix", "radix", "UnifiedRadixCache")),
     )
     settings = _with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady)
+    hangs = Random(seed ^ 0x57A11)
+    settings = dataclasses.replace(settings, lane_hangs=hangs.choice((0, 0, 1, 3)) * (not calm and not steady))
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 

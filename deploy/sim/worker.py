@@ -28,7 +28,8 @@ from baton.common.kv.tiers.api import TierCommand
 from baton.common.kv.tiers.keys import PageKey
 from baton.common.messages import Frame, HandoffBody, Load
 from baton.decode.core import DecodeCore
-from baton.deploy.sim.data_plane import DIRECT_LANE, PULL_LANE, STAGED_LANE, SimDataPlane
+from baton.deploy.sim.data_plane import SimDataPlane
+from baton.deploy.sim.lanes import DIRECT_LANE, PULL_LANE, STAGED_LANE
 from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of

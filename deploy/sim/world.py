@@ -267,6 +267,12 @@ class World:
         process = self.seats.get(stamp.worker)
         return process is not None and process.alive and process.stamp == stamp
 
+    def hang_lane(self, a: WorkerId, b: WorkerId, lane: str, seconds: float) -> None:
+        """It moves nothing from `a` to `b`, and both live."""
+        self.faulty = True
+        self.schedule.note(a, f"{lane} hangs towards {b} {seconds:.2f}")
+        self.network.hang(a, b, lane, seconds)
+
     def worker_at(self, stamp: Stamp) -> WorkerProcess | None:
         """The living process of this stamp."""
         process = self.seats.get(stamp.worker)

@@ -51,6 +51,7 @@ from baton.transfer.session import sink, source
 from baton.transfer.session.effects import EngineEvent, Landed
 from baton.transfer.session.sink_states import Receiving
 from baton.transfer.session.step import PeerDead
+from baton.transfer.stalls import Stalls
 
 SCENARIO_SEEDS = 3  # as many as the ordinary run has
 MOST_WORLDS = 5000
@@ -570,6 +571,11 @@ def store_what_was_only_planned(patch):
     patch.setattr(Stores, "retract", mutated)
 
 
+def wait_for_what_does_not_come(patch):
+    """A lane that delivers nothing is never given up while its peer lives."""
+    patch.setattr(Stalls, "look", lambda self, now: [])
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -617,6 +623,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     believe_in_half_a_store,
     store_what_was_restored,
     store_what_was_only_planned,
+    wait_for_what_does_not_come,
 ]
 
 
