@@ -61,6 +61,8 @@ class Params(TypedDict, total=False):
     timeout_s: float
     session_id: str
     priority: int  # smaller is sooner; 0 when not given
+    response_format: dict[str, Any]  # OpenAI's: {"type": "json_schema", "json_schema": {"schema": ...}}
+    structured_outputs: dict[str, Any]  # vLLM's: one of json, regex, choice, grammar
 
 
 class ClusterUnreachable(BatonError):
