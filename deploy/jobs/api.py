@@ -30,6 +30,7 @@ PART_BYTES = 1 << 20
 """Of an upload, in the store."""
 FORM_BYTES = 1 << 20
 """What a form may take beside its file."""
+MAX_LINE = (1 << 63) - 1
 JSONL = "application/jsonl"
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 UPLOAD: dict[str, Any] = {
@@ -179,7 +180,7 @@ class JobsApi:
         self,
         request: Request,
         batch_id: str,
-        after: Annotated[int, Query(ge=0)] = 0,
+        after: Annotated[int, Query(ge=0, le=MAX_LINE)] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     ) -> Response:
         """The lines of the error file, also while the batch runs; those behind input line `after`, which the last

@@ -150,6 +150,8 @@ class PostgresDatabase:
                 self._connection = errors.connect(self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S)
             with self._connection.transaction():
                 yield _PostgresTransaction(self._connection)
+        except errors.DataError as error:  # a NUL in a name, say, which SQLite would have looked for
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"the job store cannot keep that: {error}") from error
         except (errors.OperationalError, errors.InterfaceError) as error:
             self.close()
             raise _unavailable(error) from error

@@ -18,7 +18,7 @@ MAX_TOLD_FAULTS = 100
 
 
 class InputLine(Struct, frozen=True, kw_only=True):
-    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512, pattern="^[^\\x00]*$")]  # NUL: not in every database
     method: Literal["POST"]
     url: str
     body: Raw

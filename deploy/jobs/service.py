@@ -28,22 +28,24 @@ class JobService:
 
     def __init__(self, store: JobStore, gateway: Gateway, config: ClusterConfig) -> None:
         self._store = StoreThread(store)
-        self._runner = JobRunner(
-            secrets.token_hex(8),
-            self._store,
-            LineAnswerer(gateway, config.gateway.request_timeout_s, config.jobs.priority),
-            config.jobs,
-            config.gateway.max_body_bytes,
-            time.time,
-        )
-        self.api = JobsApi(self._store, config.jobs, config.gateway.max_body_bytes, self._runner.poke)
+        self._answer = LineAnswerer(gateway, config.gateway.request_timeout_s, config.jobs.priority)
+        self._config = config
+        self._runner = self._new_runner()
+        self.api = JobsApi(self._store, config.jobs, config.gateway.max_body_bytes, lambda: self._runner.poke())
         self._running = asyncio.create_task(self._run())
 
+    def _new_runner(self) -> JobRunner:
+        name, config = secrets.token_hex(8), self._config
+        return JobRunner(name, self._store, self._answer, config.jobs, config.gateway.max_body_bytes, time.time)
+
     async def _run(self) -> None:
-        try:
-            await self._runner.run()
-        except Exception:  # noqa: BLE001 - the top frame of the runner: requests go on without it
-            _log.fatal("job_runner_failed")
+        while True:
+            try:
+                await self._runner.run()
+            except Exception:  # noqa: BLE001 - a runner's top frame: requests go on, and a line that did it is given up
+                _log.fatal("job_runner_failed")
+            await asyncio.sleep(self._config.jobs.lease_s)  # then its lines are free
+            self._runner = self._new_runner()
 
     async def stop(self) -> None:
         """What this gateway was answering is others' to answer, at once. Files and batches can still be asked for."""

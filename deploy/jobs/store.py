@@ -224,6 +224,8 @@ class JobStore:
             batches = select(tx, BatchRecord, "batches WHERE status = 'in_progress' ORDER BY created_at")
             batches.sort(key=lambda batch: own.get(batch.id, 0))
             for index, batch in enumerate(batches):
+                if len(claimed) == most:
+                    break
                 share = -(-(most - len(claimed)) // (len(batches) - index))
                 rows = tx.rows(
                     "SELECT line, custom_id, request, attempts FROM lines WHERE batch_id = ? AND result IS NULL"

@@ -247,6 +247,8 @@ def test_the_same_key_gives_the_same_batch(store: JobStore, another: Callable[[]
         (request_line("a").replace(b"{}}", b"[]}"), [("invalid_line", 1)]),
         (request_line("a", pad="x" * 4096) + b"\n" + request_line("b"), [("line_too_long", 1)]),
         (b"\xff\xfe", [("invalid_json_line", 1)]),
+        (request_line("a\0b"), [("invalid_line", 1)]),
+        (request_line("\ud800"), [("invalid_json_line", 1)]),
         (b"\n".join(request_line(str(n)) for n in range(1001)), [("too_many_lines", None)]),
     ],
 )
@@ -437,6 +439,13 @@ def test_a_place_that_cannot_be(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(ConfigError):
         open_database("postgresql://?nonsense=1")
+
+
+def test_names_that_no_database_can_keep(store: JobStore) -> None:
+    strange = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
+    assert refused(lambda: store.file(ME, "file-\0")) in strange
+    assert refused(lambda: store.batch(ME, "\0")) in strange
+    assert upload(store, b"x").nbytes == 1, "and goes on"
 
 
 def test_records_have_the_columns_that_there_are(store: JobStore) -> None:
