@@ -36,6 +36,11 @@ class LineAnswerer:
         self._priority = priority
 
     async def __call__(self, line: ClaimedLine) -> Reply:
+        reply = await self._reply(line)
+        self._gateway.metrics.http(f"batch:{line.endpoint}", reply.status)
+        return reply
+
+    async def _reply(self, line: ClaimedLine) -> Reply:
         request_id = new_request_id()
         try:
             body, input_tokens, output_tokens = await self._answer(line, request_id)

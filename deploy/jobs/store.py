@@ -33,12 +33,12 @@ from baton.deploy.jobs.records import (
 )
 from baton.deploy.jobs.tables import (
     ROWS_AT_ONCE,
-    RecordT,
     chunks,
     grouped,
     migrate,
     number,
     only,
+    page,
     select,
     to_bytes,
     to_int,
@@ -110,8 +110,9 @@ class JobStore:
         self, owner: str, purpose: str | None, after: str | None, most: int, *, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
         """(a page of them, whether there are more)."""
-        wanted = ("", ()) if purpose is None else (" AND purpose = ?", (purpose,))
-        return self._page(FileRecord, "files", owner, wanted, after, most, newest_first)
+        wanted = {"owner": owner} if purpose is None else {"owner": owner, "purpose": purpose}
+        with self._transaction() as tx:
+            return page(tx, FileRecord, "files", wanted, after, most, newest_first=newest_first)
 
     def content(self, file: FileRecord, after: int) -> tuple[bytes, int | None]:
         """(some of its bytes, where the next ones are). Begin after -1; a place of None: there are no more. A file of
@@ -180,7 +181,8 @@ class JobStore:
 
     def batches(self, owner: str, after: str | None, most: int) -> tuple[list[BatchRecord], bool]:
         """(a page of them, newest first; whether there are more)."""
-        return self._page(BatchRecord, "batches", owner, ("", ()), after, most, True)
+        with self._transaction() as tx:
+            return page(tx, BatchRecord, "batches", {"owner": owner}, after, most, newest_first=True)
 
     def failures(self, owner: str, batch_id: str, after: int, most: int) -> list[tuple[int, bytes]]:
         """(line, what the error file says or will say of it), so far."""
@@ -370,26 +372,6 @@ class JobStore:
             (batch_id, result, after, most),
         )
         return [(to_int(line), to_bytes(answer)) for line, answer in rows]
-
-    def _page(
-        self,
-        kind: type[RecordT],
-        table: str,
-        owner: str,
-        wanted: tuple[str, tuple[Value, ...]],
-        after: str | None,
-        most: int,
-        newest_first: bool,
-    ) -> tuple[list[RecordT], bool]:
-        sign, order = ("<", "DESC") if newest_first else (">", "ASC")
-        where, values = f"owner = ?{wanted[0]}", [owner, *wanted[1]]
-        if after is not None:
-            where += f" AND (created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE id = ? AND owner = ?)"
-            values += [after, owner]
-        tail = f"{table} WHERE {where} ORDER BY created_at {order}, id {order} LIMIT ?"
-        with self._transaction() as tx:
-            found = select(tx, kind, tail, (*values, most + 1))
-        return found[:most], len(found) > most
 
 
 def _claimed(batch: BatchRecord, row: Row) -> ClaimedLine:

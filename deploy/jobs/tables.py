@@ -5,7 +5,7 @@ Owns: versions. Never: a question about jobs (`store.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TypeVar
 
@@ -52,6 +52,27 @@ def only(found: list[RecordT], what: str, name: str) -> RecordT:
     if not found:
         raise RequestError(ErrorCode.NOT_FOUND, f"there is no {what} {name!r}", f"{what}_id")
     return found[0]
+
+
+def page(
+    tx: Transaction,
+    kind: type[RecordT],
+    table: str,
+    wanted: Mapping[str, str],
+    after: str | None,
+    most: int,
+    *,
+    newest_first: bool,
+) -> tuple[list[RecordT], bool]:
+    """(those whose columns have these values, behind the one with the id `after`; whether there are more)."""
+    sign, order = ("<", "DESC") if newest_first else (">", "ASC")
+    where, values = " AND ".join(f"{column} = ?" for column in wanted), list(wanted.values())
+    if after is not None:
+        where += f" AND (created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE {where} AND id = ?)"
+        values += [*wanted.values(), after]
+    tail = f"{table} WHERE {where} ORDER BY created_at {order}, id {order} LIMIT ?"
+    found = select(tx, kind, tail, (*values, most + 1))
+    return found[:most], len(found) > most
 
 
 def chunks(tx: Transaction, file_id: str) -> Iterator[bytes]:

@@ -45,6 +45,8 @@ def sink(out: Path | None) -> Iterator[Callable[[bytes], object]]:
         part.replace(out)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def watch(job: BatchJob, err: Console) -> BatchObject:

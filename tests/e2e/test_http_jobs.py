@@ -87,7 +87,7 @@ def test_a_batch_of_chats(client: openai.OpenAI) -> None:
         assert at >= batch.created_at
 
 
-def test_completions_and_responses(client: openai.OpenAI) -> None:
+def test_completions_and_responses(served: Served, client: openai.OpenAI) -> None:
     completions = submit(client, [line("a", "/v1/completions", prompt=["x", "y"], max_tokens=4)])
     responses = submit(client, [line("b", "/v1/responses", input="hi")])
     body = results(client, wait(client, completions).output_file_id)["a"]["response"]["body"]
@@ -97,6 +97,8 @@ def test_completions_and_responses(client: openai.OpenAI) -> None:
     assert (body["status"], body["output"][0]["content"][0]["text"]) == ("completed", TEXT)
     assert done.usage is not None
     assert done.usage.input_tokens > 0
+    counted = 'baton_http_responses_total{path="batch:/v1/responses",status="200"}'
+    assert f"{counted} 1.0" in served.http.get("/metrics").text
 
 
 def test_lines_that_fail_are_in_the_error_file(client: openai.OpenAI) -> None:

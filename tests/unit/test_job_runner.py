@@ -291,6 +291,8 @@ def test_what_fails_is_tried_again_so_often_and_what_is_refused_is_not(world: Wo
     asyncio.run(work(world, settings=replace(SETTINGS, max_attempts=4, lease_s=1e6), meanwhile=pauses_end))
     assert world.outcomes(batch) == (["1"], ["0", "2"])
     assert [tried.count(name) for name in all_of(3)] == [1, 3, 4]
+    told = [json.loads(line)["response"]["status_code"] for _, line in world.store.failures(ME, batch.id, 0, 9)]
+    assert told == [400, 504], "the last answer is the outcome"
 
 
 def test_a_line_that_ends_its_process_every_time_is_given_up(world: World) -> None:
