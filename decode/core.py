@@ -321,6 +321,11 @@ class DecodeCore:
         )
 
     @property
+    def queued(self) -> int:
+        """Requests that wait to be admitted."""
+        return len(self._parts.waiting)
+
+    @property
     def restored_tokens(self) -> int:
         """What tiers gave back."""
         return self._filling.restored_tokens

@@ -400,6 +400,11 @@ class PrefillCore:
             draining=self._draining,
         )
 
+    @property
+    def queued(self) -> int:
+        """Offers that wait to be admitted."""
+        return len(self._queue)
+
     def holdings(self) -> Iterable[Holding]:
         for request in self._holders():
             if request.kv is not None:
@@ -411,9 +416,12 @@ class PrefillCore:
         return [record for request in self._holders() if (record := request.kv) is not None]
 
     def _holders(self) -> list[SourceRequest]:
-        launched = [request for request, _ in self._launched.values() if isinstance(request.state, Ended)]
-        returning = [request for request in self._returns if isinstance(request.state, Ended)]
-        return [*self._requests.values(), *self._kept, *launched, *returning]
+        holders = [*self._requests.values(), *self._kept]
+        if self._launched:
+            holders += [request for request, _ in self._launched.values() if isinstance(request.state, Ended)]
+        if self._returns:
+            holders += [request for request in self._returns if isinstance(request.state, Ended)]
+        return holders
 
     @property
     def idle(self) -> bool:

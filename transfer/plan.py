@@ -124,7 +124,7 @@ def pieces_of_state(slot_bytes: int) -> int:
 
 def unit_ids(component: Component, pages: I32, state_pieces: int) -> bytes:
     """Page ids as ids of units: those of a page are the same, the pieces of state slot s are s * n, s * n + 1, ..."""
-    assert pages.min() > 0, "the null page is nobody's to send or fill"
+    assert np.minimum.reduce(pages) > 0, "the null page is nobody's to send or fill"
     if component is Component.STATE and state_pieces > 1:
         return pack_tokens(np.add.outer(pages * np.int32(state_pieces), np.arange(state_pieces)).reshape(-1))
     return pack_tokens(pages)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -118,8 +119,8 @@ def pack_batch(
     main = _page_table(rows, [row.pages for row in rows], positions, page_size)
     swa_pages = [row.swa_pages for row in rows if row.swa_pages is not None]
     assert len(swa_pages) in (0, len(rows)), "either all rows have a sliding window or none"
-    state_slots = np.array([row.state_slot for row in rows], dtype=np.int32)
-    assert state_slots.all() or not state_slots.any(), "either all rows have a state or none"
+    slots = [row.state_slot for row in rows]
+    assert all(slots) or not any(slots), "either all rows have a state or none"
     return Batch(
         keys=tuple(row.key for row in rows),
         input_ids=np.concatenate([row.input_ids for row in rows]).astype(np.int64),
@@ -133,7 +134,7 @@ def pack_batch(
         output_indices=tuple(row.output_index for row in rows),
         page_size=page_size,
         swa=_page_table(rows, swa_pages, positions, page_size) if swa_pages else None,
-        state_slots=state_slots if state_slots.any() else None,
+        state_slots=np.array(slots, dtype=np.int32) if slots[0] else None,
         state_copies=state_copies,
         report_after=report_after,
         histories={row.key: row.history for row in rows if row.history is not None},
@@ -158,7 +159,7 @@ def _page_table(rows: list[BatchRow], held: list[I32], positions: list[I64], pag
 
 
 def _offsets(lengths: list[int]) -> I32:
-    return np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(np.array(lengths, dtype=np.int32), dtype=np.int32)])
+    return np.array(list(accumulate(lengths, initial=0)), dtype=np.int32)
 
 
 class StepResult(Struct, frozen=True):

@@ -140,7 +140,7 @@ class FakeModel:
     def _chain(self, increments: U64, previous: int) -> U64:
         """x[i] = A x[i-1] + increments[i]."""
         count = len(increments)
-        sums: U64 = np.cumsum(increments * self._inverse[:count], dtype=np.uint64)
+        sums: U64 = np.add.accumulate(increments * self._inverse[:count])
         return (sums + np.uint64((previous * A) & MASK)) * self._power[:count]
 
     def weights(self, positions: I64) -> U64:

@@ -37,7 +37,7 @@ def pack_decode_rows(rows: DecodeRows, page_size: int) -> Batch:
     positions = rows.kv_lens.astype(np.int64) - 1
     page_offsets = np.zeros(count + 1, dtype=np.int32)
     if len(rows.page_ids):
-        np.cumsum((rows.kv_lens + (page_size - 1)) // page_size, out=page_offsets[1:])
+        np.add.accumulate((rows.kv_lens + (page_size - 1)) // page_size, out=page_offsets[1:])
         slots = _last_slots(rows.page_ids, page_offsets, positions, page_size)
     else:
         slots = np.zeros(count, dtype=np.int64)

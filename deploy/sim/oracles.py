@@ -7,7 +7,8 @@ the code that it judges how something is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,19 +35,18 @@ SESSION_SLACK_S = 3.0
 """So late a session may end: an engine sees its timers between two steps, and clocks differ."""
 
 
-def assert_cached_right(worker: WorkerProcess, tokens: I32) -> None:
-    """What the tree has of these tokens is what their KV must be."""
+def assert_cached_right(worker: WorkerProcess, tokens: I32, expected: Callable[[], Mapping[Component, U64]]) -> None:
+    """What the tree has of these tokens is what their KV must be: `expected`, of each position."""
     pool, layout = worker.pool, worker.pool.layout
     lease = pool.begin_copy(pool.prefix.match_prefix(tokens))
     if lease is None:
         return
     pages, length = pool.prefix.pages(lease), lease.length
     pool.end_copy(lease)
-    expected = fake_kept(tokens[:length], layout)
     for component in layout.components:
         ids = pages.of(component)
         found = worker.runner.kept(component, ids)
-        want = expected[component][-1:] if component is Component.STATE else expected[component]
+        want = expected()[component][length - 1 if component is Component.STATE else 0 : length]
         wrong = (found.reshape(-1) != want).reshape(found.shape).any(axis=1) & (ids != 0)
         if component is Component.SWA:
             wrong[: layout.live_from(length) // layout.page_size] = False
@@ -93,7 +93,7 @@ class AdmissionOracle:
             return  # a lease for the tiers keeps pages that were to be had when somebody was admitted
         if new:
             self._assert_room([*core.active()], new)
-        if core.load().queued:
+        if core.queued:
             self._assert_nobody_waits_in_vain([*core.active()])
 
     def _assert_room(self, active: Sequence[ActiveRequest], new: frozenset[int]) -> None:
@@ -153,13 +153,13 @@ class AdmissionOracle:
 
 def assert_no_prompt_waits_in_vain(pool: KvPool, core: PrefillCore, records: Sequence[ReqKvInfo]) -> None:
     """Where all that was let in is computed, nobody waits while all that wait would fit."""
-    load = core.load()
     if (
-        not load.queued
+        not core.queued
         or not pool.rows.free_rows
         or any(one.kv_committed_len < one.kv_allocated_len for one in records)
     ):
         return
+    load = core.load()
     for component in pool.layout.components:
         wanted = LEAST_STATE_SLOTS if component is Component.STATE else pool.parts.needed(component, load.queued_tokens)
         if wanted > pool.parts.available(component):
@@ -186,8 +186,9 @@ class SessionOracle:
             assert now - since_s <= self._ttl_s + SESSION_SLACK_S, f"session {key[0]} is kept after its time"
 
 
-def assert_content(workers: Iterable[WorkerProcess], sequences: Iterable[I32]) -> None:
+def assert_content(workers: Sequence[WorkerProcess], sequences: Iterable[I32], layout: KvLayout) -> None:
     """Of everything that is cached of these sequences."""
     for tokens in sequences:
+        expected = functools.cache(functools.partial(fake_kept, tokens, layout))
         for worker in workers:
-            assert_cached_right(worker, tokens)
+            assert_cached_right(worker, tokens, expected)

@@ -381,7 +381,7 @@ class World:
         workers = self.workers()
         for worker in workers:
             worker.look_at_sessions()
-        assert_content(workers, [one.known for one in self.clients.newly_over()])
+        assert_content(workers, [one.known for one in self.clients.newly_over()], self.settings.layout)
 
     def _living(self) -> list[SimProcess]:
         return [process for process in self.seats.values() if process.alive]
@@ -409,7 +409,7 @@ class World:
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)
         sequences = [one.known for one in self.clients.requests.values()]
-        assert_content(self.workers(), sequences)
+        assert_content(self.workers(), sequences, self.settings.layout)
         for tokens in sequences:
             self.stored_pages.assert_right(tokens)
         for worker in self.workers():

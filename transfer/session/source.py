@@ -141,8 +141,10 @@ def source_timer(state: SourceState) -> float | None:
         case Accepted():
             return state.terms.deadline_s
         case Sending():
-            unacked = any(isinstance(region, Announced) for region in state.regions.open)
-            return min(state.terms.deadline_s, state.resend_at_s) if unacked else state.terms.deadline_s
+            for region in state.regions.open:
+                if isinstance(region, Announced):  # and not acknowledged
+                    return min(state.terms.deadline_s, state.resend_at_s)
+            return state.terms.deadline_s
         case AwaitingAck():
             return min(state.terms.deadline_s, state.resend_at_s)
         case Failing() | Quarantined() | Aborted():
