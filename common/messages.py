@@ -141,6 +141,18 @@ class Failure(_Value, frozen=True, kw_only=True):
     reason: Text = ""
 
 
+class Demand(_Value, frozen=True, kw_only=True):
+    """What a gateway has been asked for since it began, and what came of it: sums, of which autoscaling takes rates."""
+
+    requests: Count = 0
+    tokens: Count = 0  # of their prompts
+    squares: Count = 0  # of the prompts' tokens
+    ended: Count = 0  # requests that were answered
+    outputs: Count = 0  # tokens of these answers
+    prompts: Count = 0  # tokens of their prompts
+    computed: Count = 0  # of which: computed by prefill workers
+
+
 class Load(_Value, frozen=True, kw_only=True):
     """What a worker says of itself in each heartbeat. `step_age_s` is how long the current engine step has run:
     health means *can finish work*, not *answers*."""
@@ -153,6 +165,7 @@ class Load(_Value, frozen=True, kw_only=True):
     steps: Count = 0
     step_age_s: float = 0.0
     draining: bool = False
+    demand: Demand | None = None  # of gateways
 
 
 class LaneAddress(_Value, frozen=True, kw_only=True):

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from baton.common.config import DecodeConfig, PrefillConfig
 from baton.common.engine.policy import AFFINITY_TOKENS
 from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.messages import Demand
 from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.planner.cost import CostModel, pairs_of
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
@@ -59,7 +61,7 @@ class ModelCluster:
         self.outcome = Outcome(slo)
         self.prefill: dict[WorkerId, PrefillWorker] = {}
         self.decode: dict[WorkerId, DecodeWorker] = {}
-        self.arrived_tokens = 0
+        self.demand = Demand()  # as gateways count it
         self._knobs = knobs or Knobs()
         self._colocated = not split.prefill
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -135,7 +137,7 @@ class ModelCluster:
         return self._unserved > 0
 
     def _arrive(self, request: TraceRequest, answer: Answer) -> None:
-        self.arrived_tokens += request.prompt_tokens
+        self._count(requests=1, tokens=request.prompt_tokens, squares=request.prompt_tokens**2)
         worker = self.decode[self._choose("decode", request)]
         worker.queue.append(Job(request, answer, worker))
         self.at(worker.heard_s(self.now), self._admit, worker)
@@ -232,6 +234,12 @@ class ModelCluster:
     def _ended(self, job: Job) -> None:
         job.decode.leave(job)
         self._unserved -= 1
+        request = job.request
+        self._count(ended=1, outputs=request.output_tokens, prompts=request.prompt_tokens, computed=job.computed)
+
+    def _count(self, **more: int) -> None:
+        counted = {name: getattr(self.demand, name) + by for name, by in more.items()}
+        self.demand = structs.replace(self.demand, **counted)
 
     def _wake(self, worker: DecodeWorker) -> None:
         """Somebody joins: at once, or behind the step that is under way."""

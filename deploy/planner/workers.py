@@ -32,6 +32,7 @@ class Job:
     done: int = 0
     shipped: int = 0
     stalls_before: int = 0  # of its worker, when it joined
+    computed: int = 0  # prompt tokens, by a prefill worker
 
     @property
     def total_tokens(self) -> int:
@@ -96,6 +97,7 @@ class PrefillWorker:
             request = job.request
             cached = self.cache.cached_tokens(request.blocks, request.block_tokens, request.prompt_tokens)
             job.done = max(job.done, cached)
+            job.computed = need - job.done
             self.jobs.append(job)
 
     def begin_step(self) -> float | None:
