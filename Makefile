@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
 
 setup: $(READY)
 
@@ -72,7 +72,7 @@ references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
-bench: bench-transfer bench-engine bench-pd bench-prefix
+bench: bench-transfer bench-engine bench-pd bench-prefix bench-planner
 bench-transfer: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
 bench-late-write: $(READY) .venv-bench/.ready
@@ -83,6 +83,10 @@ bench-pd: $(READY)
 	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
 bench-prefix: $(READY)
 	$(BIN)/python benchmarks/bench_prefix.py --write docs/benchmarks/prefix.md
+# What `baton plan` says against what happens, with pieces of public traces (TRACES=folder; else made-up requests).
+TRACES ?= $(wildcard ../shared/data/traces)
+bench-planner: $(READY)
+	$(BIN)/python benchmarks/bench_planner.py $(if $(TRACES),--traces $(TRACES)) --write docs/PLANNER.md
 
 # The peers that bench-transfer measures, in an environment of their own; torch first, as above. Mooncake's engine loads
 # libibverbs: where the system has none, Debian's is unpacked beside it, and else its leg says what it lacks.

@@ -3,7 +3,8 @@
 Owns: what is measured, and in which order. Never: a formula (`cost`, `fit`). Steps are those of one worker with its
 cores, as `baton serve` would run it; a step takes what the fastest of some rounds took, in processor time where one
 thread computes it: on an idle machine that is the same, and on a busy one it is not other processes' time. Hand-offs
-and requests wait for one another, so theirs is the clock's, the median.
+are told by the clock, the median. Then a real cluster tells how much longer a step takes in service, and what a request
+takes beside its steps.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from baton.deploy.planner.cost import (
     Fits,
     LaneCost,
     PrefillCost,
+    Service,
     chunk_pairs,
+    pairs_of,
 )
 from baton.deploy.planner.fit import F64, fit_error, non_negative_fit
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
-from baton.deploy.planner.overhead_meter import measure_first_token
+from baton.deploy.planner.service_meter import MeasuredService, measure_service
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import make_runner
 
@@ -147,6 +150,21 @@ def fit_lane(handoffs: Sequence[MeasuredHandoff]) -> tuple[LaneCost, FitError]:
 
 def calibrate(config: ClusterConfig, told: Told) -> CostModel:
     """Of a resolved configuration. Raises ConfigError for models of which the planner knows nothing."""
+    alone = calibrate_alone(config, told)
+    told("a cluster of 1 prefill and 1 decode worker: what service adds")
+    return with_service(alone, measure_service(config))
+
+
+def with_service(alone: CostModel, seen: MeasuredService) -> CostModel:
+    """`alone`, with steps as long as they were in a cluster, and a request's overhead there."""
+    prompt_s = alone.prefill_step_s(seen.prompt_tokens, pairs_of(0, seen.prompt_tokens))
+    service = Service(prefill=seen.prompt_s / prompt_s, decode=seen.gap_s / alone.decode_step_s(seen.rows, seen.keys))
+    overhead_s = max(0.0, seen.first_token_s - alone.lane.latency_s)
+    return msgspec.structs.replace(alone.in_service(service), overhead_s=overhead_s)
+
+
+def calibrate_alone(config: ClusterConfig, told: Told) -> CostModel:
+    """Steps of one engine that nothing disturbs, and hand-offs; no overhead."""
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[:1] if config.pin_cores else cores
     page_size = config.kv.page_size
@@ -168,8 +186,6 @@ def calibrate(config: ClusterConfig, told: Told) -> CostModel:
     finally:
         os.sched_setaffinity(0, cores)
     told(f"hand-offs: {len(handoffs)} measured over {handoffs[-1].lane}")
-    first_token_s = measure_first_token(config)
-    told(f"a request through a cluster without a model: {first_token_s * 1e3:.1f} ms to its first token")
     prefill, prefill_error = fit_prefill(points["prefill"])
     decode, decode_error = fit_decode(points["decode"])
     lane, lane_error = fit_lane(handoffs)
@@ -180,7 +196,7 @@ def calibrate(config: ClusterConfig, told: Told) -> CostModel:
         threads=len(mine),
         kv_bytes_per_token=page_bytes // page_size,
         pool_tokens=num_pages * page_size,
-        overhead_s=max(0.0, first_token_s - lane.latency_s),
+        overhead_s=0.0,
         prefill=prefill,
         decode=decode,
         lane=lane,

@@ -18,7 +18,7 @@ from baton.deploy.planner.cost import CostModel, decode_cost, encode_cost, pairs
 from baton.deploy.planner.outcome import parse_slo, told_s
 from baton.deploy.planner.picture import write_picture
 from baton.deploy.planner.search import MARGIN, Load, Option, Plan, Search, plan_for_rate, plan_for_workers
-from baton.deploy.planner.traces import Trace, read_trace, with_lengths, within
+from baton.deploy.planner.traces import KNOWN_FORMATS, Trace, read_trace, with_lengths, within
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +64,9 @@ def told_cost(cost: CostModel) -> str:
         f"hand-off over {lane.name}: {told_s(lane.latency_s)} and {lane.bytes_per_s / 1e9:.2f} GB/s",
         f"gateway, frames and client: {told_s(cost.overhead_s)} per request",
     ]
+    if cost.service is not None:
+        prefill, decode = cost.service.prefill, cost.service.decode
+        lines.append(f"in a busy cluster: prefill {prefill:.2f}, decode {decode:.2f} times as long as alone (included)")
     if cost.fits is not None:
         fits = {name: getattr(cost.fits, name) for name in ("prefill", "decode", "mixed", "lane")}
         told = ", ".join(f"{name} {fit.mean:.0%} (worst {fit.worst:.0%})" for name, fit in fits.items())
@@ -75,8 +78,10 @@ def load_trace(asked: Asked, most_tokens: int) -> Trace:
     try:
         with asked.trace.open(encoding="utf-8") as lines:
             trace = read_trace(lines, asked.trace.name, asked.requests)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--trace", str(asked.trace), f"cannot be read: {error}", "a file of text") from error
+    except OSError as error:
+        raise ConfigError("--trace", str(asked.trace), f"cannot be read: {error.strerror}", KNOWN_FORMATS) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--trace", str(asked.trace), "is no file of text", KNOWN_FORMATS) from error
     if asked.scale_lengths != 1.0:
         trace = with_lengths(trace, asked.scale_lengths)
     return within(trace, most_tokens)
@@ -87,6 +92,9 @@ def make_plan(asked: Asked, config: ClusterConfig, told: Callable[[str], None]) 
     for name, value in (("--target", asked.target), ("--scale-lengths", asked.scale_lengths), ("--rate", asked.rate)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(name, value, "must be positive and finite")
+    if asked.workers is not None and asked.rate is not None:
+        reason = "of so many workers the best rate is looked for; of a rate the fewest workers"
+        raise ConfigError("--rate", asked.rate, reason, "one of --workers and --rate")
     if asked.target > 1:
         raise ConfigError("--target", asked.target, "is a share of the requests", "--target 0.9")
     cost, slo = read_cost(asked.cost), parse_slo(asked.slo)
@@ -103,12 +111,9 @@ def verdict(plan: Plan) -> str:
     """In a few lines, the answer first."""
     best, colocated = plan.best, plan.colocated
     promise = f"{plan.slo} for {plan.target:.0%} of the requests"
-    lines = [f"{best.split}" if plan.disaggregate else f"Do not disaggregate: {colocated.split}"]
-    if plan.wanted_rate is not None:
-        lines[0] += f", for {plan.wanted_rate:.3g} requests/s"
-    lines += ["", f"Kept: {promise}."]
+    lines = [_answer(plan), "", f"Promised: {promise}."]
     lines += [f"{_told(option)}" for option in (best, colocated, *plan.others)]
-    if not plan.disaggregate and colocated.goodput and best.split.workers == colocated.split.workers:
+    if not plan.disaggregate and (best.goodput or 0.0) > (colocated.goodput or 0.0):
         lines.append(f"A split is worth it from {MARGIN - 1:.0%} more on: the model is not more exact.")
     trace = plan.trace
     lines.append(
@@ -119,6 +124,16 @@ def verdict(plan: Plan) -> str:
     if plan.short:
         lines.append("The trace is over in less than a minute at these rates: more of it (--requests) would tell more.")
     return "\n".join(lines)
+
+
+def _answer(plan: Plan) -> str:
+    best, colocated = plan.best.split, plan.colocated.split
+    rate = f", for {plan.wanted_rate:.3g} requests/s" if plan.wanted_rate is not None else ""
+    if plan.disaggregate:
+        return f"{best}: {best.prefill} prefill and {best.decode} decode workers{rate}"
+    if plan.colocated.goodput:
+        return f"Do not disaggregate: {colocated} workers{rate}"
+    return f"Neither: {colocated.workers} workers, split or not, do not even keep it for one request at a time"
 
 
 def _told(option: Option) -> str:

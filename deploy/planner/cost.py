@@ -72,6 +72,14 @@ class Fits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lane: FitError
 
 
+class Service(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many times as long a step took in a cluster whose workers are busy as the formula says of one alone; it is
+    in the coefficients already."""
+
+    prefill: float
+    decode: float
+
+
 class CostModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker of one kind of machine with one model. `overhead_s`: of a request, outside of engine and lane: the
     gateway, and frames to and from the worker."""
@@ -87,7 +95,26 @@ class CostModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill: PrefillCost
     decode: DecodeCost
     lane: LaneCost
-    fits: Fits | None = None  # None: nobody measured it
+    service: Service | None = None  # None: nobody measured it
+    fits: Fits | None = None
+
+    def in_service(self, service: Service) -> CostModel:
+        """Of steps measured alone: with steps so many times as long."""
+        prefill, decode = self.prefill, self.decode
+        return msgspec.structs.replace(
+            self,
+            service=service,
+            prefill=PrefillCost(
+                base_s=prefill.base_s * service.prefill,
+                per_token_s=prefill.per_token_s * service.prefill,
+                per_pair_s=prefill.per_pair_s * service.prefill,
+            ),
+            decode=DecodeCost(
+                base_s=decode.base_s * service.decode,
+                per_row_s=decode.per_row_s * service.decode,
+                per_key_s=decode.per_key_s * service.decode,
+            ),
+        )
 
     def prefill_step_s(self, tokens: int, pairs: float) -> float:
         return self.prefill.base_s + self.prefill.per_token_s * tokens + self.prefill.per_pair_s * pairs

@@ -11,7 +11,7 @@ from planner_rig import COST, costing
 from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.errors import ConfigError
 from baton.common.messages import SamplingParams
-from baton.deploy.planner.calibrate import StepPoint, fit_decode, fit_lane, fit_prefill
+from baton.deploy.planner.calibrate import StepPoint, fit_decode, fit_lane, fit_prefill, with_service
 from baton.deploy.planner.cost import (
     DecodeCost,
     LaneCost,
@@ -23,6 +23,7 @@ from baton.deploy.planner.cost import (
 )
 from baton.deploy.planner.fit import non_negative_fit
 from baton.deploy.planner.lane_meter import MeasuredHandoff
+from baton.deploy.planner.service_meter import MeasuredService
 
 
 def test_a_cost_file_comes_back_as_it_was() -> None:
@@ -103,3 +104,18 @@ def test_what_was_measured_becomes_costs_and_an_error() -> None:
     busy, _ = fit_lane([MeasuredHandoff("tcp", n, 0.002) for n in (1_000, 50_000_000)])
     assert isinstance(busy, LaneCost)
     assert busy.bytes_per_s > 0
+
+
+def test_steps_are_as_long_as_they_were_in_service() -> None:
+    alone = costing(lane=LaneCost(name="local", latency_s=0.002, bytes_per_s=1e9))
+    prompt_s, gap_s = alone.prefill_step_s(512, pairs_of(0, 512)), alone.decode_step_s(4, 400)
+    seen = MeasuredService(
+        first_token_s=0.007, prompt_tokens=512, prompt_s=1.2 * prompt_s, rows=4, keys=400, gap_s=1.1 * gap_s
+    )
+    cost = with_service(alone, seen)
+    assert cost.prefill_step_s(512, pairs_of(0, 512)) == pytest.approx(1.2 * prompt_s)
+    assert cost.decode_step_s(4, 400) == pytest.approx(1.1 * gap_s)
+    assert cost.overhead_s == pytest.approx(0.005), "its hand-off is counted apart"
+    assert cost.service is not None
+    assert (cost.service.prefill, cost.service.decode) == pytest.approx((1.2, 1.1))
+    assert decode_cost(encode_cost(cost), "file") == cost
