@@ -6,6 +6,7 @@ Owns: the drawing of results for people. Never: a number that it was not given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.util import find_spec
@@ -15,8 +16,8 @@ from typing import NamedTuple
 from baton.common.errors import ConfigError
 
 WIDTH, HEIGHT = 820, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 190, 24, 56
-COLOURS = ("#0b7285", "#e8590c", "#868e96", "#ced4da")
+LEFT, RIGHT, TOP, BOTTOM = 64, 190, 32, 56
+COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#868e96")
 KINDS = (".html", ".svg", ".png")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto; padding: 0 1rem; color: #212529; }
@@ -52,12 +53,14 @@ class Cells(NamedTuple):
 
 
 def check_kind(path: Path) -> None:
-    """Raises ConfigError for what cannot be drawn: before anything is measured for it."""
+    """Raises ConfigError for what cannot be drawn there: before anything is measured for it."""
     if path.suffix not in KINDS:
         raise ConfigError("--out", str(path), "is drawn as .html, .svg or .png", "--out plan.html")
     if path.suffix == ".png" and find_spec("matplotlib") is None:
-        way_out = "pip install matplotlib, or --out plan.html, which needs nothing"
+        way_out = "pip install 'baton-pd[plot]', or --out plan.html, which needs nothing"
         raise ConfigError("--out", str(path), "PNG is drawn by matplotlib, which is not installed", way_out)
+    if not path.parent.is_dir():
+        raise ConfigError("--out", str(path), f"there is no folder {path.parent}", "--out plan.html")
 
 
 def write(chart: Chart, text: str, table: Cells, path: Path) -> None:
@@ -74,8 +77,9 @@ def write(chart: Chart, text: str, table: Cells, path: Path) -> None:
 
 
 def page(chart: Chart, text: str, table: Cells) -> str:
-    """HTML that loads nothing."""
-    paragraphs = "".join(f"<p>{escape(line)}</p>" for line in text.splitlines() if line)
+    """HTML that loads nothing. The first line of the text is what a reader came for."""
+    first, *others = [escape(line) for line in text.splitlines() if line] or [""]
+    paragraphs = f"<p><strong>{first}</strong></p>" + "".join(f"<p>{line}</p>" for line in others)
     head = f'<meta charset="utf-8"><title>Baton: {escape(chart.title)}</title><style>{STYLE}</style>'
     body = f"<h1>{escape(chart.title)}</h1>{paragraphs}{svg(chart)}{_table(table)}"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>\n"
@@ -94,7 +98,7 @@ def svg(chart: Chart) -> str:
     def at(x: float, share: float) -> tuple[float, float]:
         return LEFT + inner[0] * x / top, TOP + inner[1] * (1 - share)
 
-    parts = [_grid(at, top, chart.x_name)]
+    parts = [_grid(at, top, chart.x_name), _text(4, TOP - 10, chart.y_name, "start")]
     x1, y = at(0, chart.wanted)
     x2, _ = at(top, chart.wanted)
     parts.append(f'<path d="M{x1:.1f} {y:.1f}H{x2:.1f}" stroke="#c92a2a" stroke-dasharray="5 4"/>')
@@ -117,12 +121,19 @@ def _grid(at: At, top: float, x_name: str) -> str:
         (x1, y), (x2, _) = at(0, share), at(top, share)
         parts.append(f'<path d="M{x1:.1f} {y:.1f}H{x2:.1f}" stroke="#e9ecef"/>')
         parts.append(_text(x1 - 8, y + 4, f"{share:.0%}", "end"))
-    for number in range(6):
-        x, y = at(top * number / 5, 0.0)
-        parts.append(_text(x, y + 20, f"{top * number / 5:.3g}", "middle"))
+    step = _round_step(top / 5)
+    for number in range(int(top / step) + 1):
+        x, y = at(step * number, 0.0)
+        parts.append(_text(x, y + 20, f"{step * number:.3g}", "middle"))
     x, y = at(top / 2, 0.0)
     parts.append(_text(x, y + 42, x_name, "middle"))
     return "".join(parts)
+
+
+def _round_step(least: float) -> float:
+    """1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "#495057") -> str:

@@ -46,6 +46,8 @@ def parse_slo(text: str) -> Slo:
         name, equals, value = part.strip().partition("=")
         if name not in ("ttft", "itl", "tpot") or not equals:
             raise ConfigError("--slo", part, "is none of ttft=…, itl=…, tpot=…", SLO_EXAMPLE)
+        if f"{name}_s" in found:
+            raise ConfigError("--slo", text, f"promises {name} twice", SLO_EXAMPLE)
         unit = next((unit for unit in ("us", "ms", "s") if value.endswith(unit)), "")
         try:
             found[f"{name}_s"] = seconds = float(value.removesuffix(unit)) * UNITS_S[unit]

@@ -23,6 +23,8 @@ PRECISION = 1.02
 """A goodput is known to this factor."""
 APART_S = 1e4
 """Between requests at a trickle: one at a time."""
+AT_ONCE_S = 1e-3
+"""A trace that is over in this time comes at once."""
 MOST_WORKERS = 64
 CURVE = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 """Rates of the curve, as shares of the best goodput."""
@@ -110,11 +112,15 @@ class Search:
         return found
 
     def _bracket(self, split: Split, at_least: float) -> tuple[float, float]:
-        """Kept at the first rate, not at the second. (0, 0): not even at a trickle."""
+        """Kept at the first rate, not at the second. (0, 0): not even at a trickle. Raises ConfigError when the trace
+        cannot tell."""
         low = at_least or self._trace.rate
         if self.keeps(split, low):
             high = 2 * low
             while self.keeps(split, high):
+                if len(self._trace.requests) < high * AT_ONCE_S:
+                    reason = f"is over too soon: {split} keep what is promised though all of it comes at once"
+                    raise ConfigError(self._trace.name, len(self._trace.requests), reason, "more of it: --requests")
                 low, high = high, 2 * high
             return low, high
         if not self.keeps(split, 0.0):

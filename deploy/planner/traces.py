@@ -84,6 +84,8 @@ def read_trace(lines: Iterable[str], name: str, most: int | None = None) -> Trac
     """The first `most` requests of a trace in any of the formats. Raises ConfigError, which names the line."""
     rest = iter(lines)
     first = next(rest, "")
+    if not first.strip():
+        raise ConfigError(name, first, "begins with an empty line, or is empty", KNOWN_FORMATS)
     reader = _reader_of(first, name)
     found = sorted(islice(reader(first, rest, name), most), key=lambda one: one.arrival_s)
     if len(found) < 2 or found[-1].arrival_s <= found[0].arrival_s:

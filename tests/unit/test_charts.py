@@ -24,13 +24,14 @@ def test_a_line_goes_through_all_its_points_and_is_named() -> None:
     assert xs[0] < xs[2] < xs[1]
     assert ys[0] < ys[2] < ys[1]  # a larger share is higher up
     texts = [text.text for text in drawn.findall(f"{SVG}text")]
-    assert {"one", "two & more", "90% wanted"} <= set(texts)
+    assert {"one", "two & more", "90% wanted", "share whose promises are kept"} <= set(texts)
+    assert {"0", "1", "2", "3", "4"} <= set(texts), "round numbers of requests per second"
 
 
 def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
     write(CHART, "first\n\nsecond <i>", CELLS, tmp_path / "x.html")
     page = (tmp_path / "x.html").read_text()
-    assert "<p>first</p><p>second &lt;i&gt;</p>" in page
+    assert "<p><strong>first</strong></p><p>second &lt;i&gt;</p>" in page
     assert "<script>" not in page
     assert "a &lt;b&gt; &amp; c" in page
     write(CHART, "", CELLS, tmp_path / "x.svg")
@@ -40,7 +41,7 @@ def test_a_page_escapes_what_it_is_given(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.html, \.svg or \.png"):
         check_kind(tmp_path / "x.pdf")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="there is no folder"):
         write(CHART, "", CELLS, tmp_path / "nowhere" / "x.html")
     if find_spec("matplotlib") is None:
         with pytest.raises(ConfigError, match="matplotlib, which is not installed"):

@@ -10,6 +10,7 @@ import pytest
 from planner_rig import COST, costing, steady
 
 from baton.common.errors import ConfigError
+from baton.deploy import charts
 from baton.deploy.cli import MISUSED, OK, run_command
 from baton.deploy.planner.cluster import Knobs, Split
 from baton.deploy.planner.cost import CostModel, PrefillCost, encode_cost
@@ -119,7 +120,10 @@ def test_the_command_answers_in_words_and_draws(
     page = tmp_path / "plan.html"
     assert run_command(asked(files, "--workers", "3", "--out", str(page))) == OK
     said = capfd.readouterr().out
-    assert said.splitlines()[0] in ("1P+2D", "2P+1D")
+    assert said.splitlines()[0] in (
+        "1P+2D: 1 prefill and 2 decode workers",
+        "2P+1D: 2 prefill and 1 decode workers",
+    )
     assert "3 colocated: up to" in said
     text = page.read_text()
     _, drawing = text.split("<svg")
@@ -156,7 +160,9 @@ def test_settings_of_workers_count(files: tuple[Path, Path], capfd: pytest.Captu
         (["--trace", "/nowhere.jsonl"], "--trace = '/nowhere.jsonl': cannot be read"),
         (["--slo", "soon"], "--slo = 'soon': is none of ttft"),
         (["--set", "kv.pagesize=3"], "did you mean kv.page_size?"),
-        (["--workers", "2", "--out", "/nowhere/plan.svg"], "cannot be written: No such file or directory"),
+        (["--slo", "ttft=1s,ttft=2s"], "--slo = 'ttft=1s,ttft=2s': promises ttft twice"),
+        (["--workers", "2", "--rate", "3"], "--rate = 3.0: of so many workers the best rate is looked for"),
+        (["--workers", "2", "--out", "/nowhere/plan.svg"], "there is no folder /nowhere"),
     ],
 )
 def test_misuse_is_told_in_words(
@@ -166,16 +172,31 @@ def test_misuse_is_told_in_words(
     assert says in " ".join(capfd.readouterr().err.split())
 
 
+def test_a_trace_that_is_over_too_soon_is_refused(files: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    files[0].write_text("\n".join(files[0].read_text().splitlines()[:2]))
+    assert run_command(asked(files, "--workers", "2")) == MISUSED
+    assert "is over too soon" in " ".join(capfd.readouterr().err.split())
+
+
+def test_what_nobody_keeps_is_no_advice_to_colocate(
+    files: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*asked(files, "--workers", "2"), "--slo", "ttft=1ms"]) == OK
+    said = capfd.readouterr().out
+    assert said.splitlines()[0] == "Neither: 2 workers, split or not, do not even keep it for one request at a time"
+    assert "worth it" not in said
+
+
 def test_a_png_needs_matplotlib(
     files: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
     assert run_command(asked(files, "--workers", "2", "--out", str(tmp_path / "plan.png"))) == MISUSED
-    assert "pip install matplotlib, or --out plan.html" in " ".join(capfd.readouterr().err.split())
+    assert "pip install 'baton-pd[plot]', or --out plan.html" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_png_is_drawn_where_matplotlib_is(files: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
-    picture = tmp_path / "plan.png"
-    assert run_command(asked(files, "--workers", "2", "--out", str(picture))) == OK
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    drawn = tmp_path / "plan.png"
+    assert run_command(asked(files, "--workers", "2", "--out", str(drawn))) == OK
+    assert drawn.read_bytes().startswith(b"\x89PNG")

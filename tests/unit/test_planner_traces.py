@@ -59,7 +59,7 @@ def test_only_the_first_are_read() -> None:
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([], "trace, line 1"),
+        ([], "is empty"),
         (["a,b,c"], "is of no format that can be read (known: Mooncake"),
         ([MOONCAKE[0], "{"], "trace, line 2"),
         ([MOONCAKE[0], '{"timestamp": 1, "input_length": 3}'], "missing required field"),
