@@ -18,7 +18,6 @@ from baton.deploy.jobs.client import JobsClient
 from baton.deploy.jobs.shapes import BatchObject
 from baton.deploy.launch import ClusterHandle, launch
 
-pytest.importorskip("python_multipart", reason="uploads need python-multipart: make setup")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 LINES = 5_000

@@ -13,8 +13,6 @@ import pytest
 from http_loopback import Loopback, Served, saying, serving
 from openai.types import Batch
 
-pytest.importorskip("python_multipart", reason="uploads need python-multipart: make setup")
-
 TEXT = "Hello wörld €😀, and good bye!"
 GIVE_UP_S = 30.0
 CHAT = "/v1/chat/completions"

@@ -16,8 +16,6 @@ from baton.deploy.cli import FAILED, MISUSED, OK, run_command
 from baton.deploy.client import ClusterUnreachable
 from baton.deploy.jobs.terminal import Rate
 
-pytest.importorskip("python_multipart", reason="uploads need python-multipart: make setup")
-
 NOBODY = "http://127.0.0.1:9"
 Baton = Callable[..., tuple[int, str, str]]
 
