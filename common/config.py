@@ -151,7 +151,7 @@ class TransferConfig:
 class LivenessConfig:
     heartbeat_interval_s: float = 0.2
     dead_after_s: float = 3.0  # silence: hand-offs with it end, and the controller kills and replaces it
-    republish_interval_s: float = 1.0  # the controller repeats an unchanged membership so often
+    republish_interval_s: float = 1.0  # the controller repeats the membership so often to those who go by an older one
     engine_stuck_after_s: float = 60.0  # one engine step longer than this: the process is replaced
     start_deadline_s: float = 900.0  # from process start until it has loaded and registered
     restart_backoff_s: float = 1.0  # from the second death in a row on; doubles

@@ -211,6 +211,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
 
     load: Load = Load()
     asks: bool = False
+    view: Count = 0  # the version of the membership that the sender goes by; 0: none yet
 
 
 class Membership(_Message, frozen=True, kw_only=True):

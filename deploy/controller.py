@@ -223,17 +223,18 @@ class ControllerLoop:
                     _log.info("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
                     self._in_pool(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
                 case Publish():
-                    self._publish(effect.membership)
+                    self._publish(effect.membership, effect.readers)
                 case Reply():
                     self._reply(effect.member, effect.body)
 
-    def _publish(self, membership: Membership) -> None:
+    def _publish(self, membership: Membership, readers: tuple[Member, ...]) -> None:
         members = {member.stamp.worker: member for member in membership.members}
         for worker in self._peers.keys() - members.keys():
             self._mesh.disconnect(worker)
         for worker, member in members.items():
             self._mesh.connect(worker, member.address)
-            self._mesh.send(worker, member.stamp.epoch, membership)
+        for member in readers:
+            self._mesh.send(member.stamp.worker, member.stamp.epoch, membership)
         self._peers = members
 
     def _reply(self, member: Member, body: Body) -> None:

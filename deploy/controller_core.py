@@ -123,7 +123,7 @@ class ControllerCore:
             seat = self._seats.get(sender.worker)
             if seat is not None and isinstance(seat.state, Live | Leaving) and seat.state.member.stamp == sender:
                 member = _with_load(seat.state.member, body)
-                seat.state = structs.replace(seat.state, member=member, heard_s=now)
+                seat.state = structs.replace(seat.state, member=member, heard_s=now, knows=body.view)
         return effects + self._after(now)
 
     def on_start_failed(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> list[Effect]:
@@ -226,8 +226,9 @@ class ControllerCore:
                     assert_never(seat.state)
         if now >= self._published_at_s + self._liveness.republish_interval_s:
             self._published_at_s = now
-            if not (self._changed or self._untold):
-                effects.append(Publish(self.membership()))
+            behind = self._behind()
+            if behind and not (self._changed or self._untold):
+                effects.append(Publish(self.membership(), behind))
         return effects + self._after(now)
 
     def next_deadline(self) -> float:
@@ -259,6 +260,12 @@ class ControllerCore:
         """Everyone admitted and not proven dead, in seat order."""
         members = [member for seat in self._seats.values() if (member := member_of(seat.state)) is not None]
         return Membership(version=self._version, members=tuple(members))
+
+    def _behind(self) -> tuple[Member, ...]:
+        """Who goes by an older view than the newest, as far as its heartbeats have told. To tell all of them again and
+        again would cost as much as there are pairs of processes."""
+        states = [seat.state for seat in self._seats.values()]
+        return tuple(one.member for one in states if isinstance(one, Live | Leaving) and one.knows < self._version)
 
     def status(self) -> list[SeatStatus]:
         return [
@@ -296,7 +303,7 @@ class ControllerCore:
         match seat.state:
             case Live() | Leaving() if seat.state.member.stamp == member.stamp:
                 seat.state = structs.replace(seat.state, heard_s=now)
-                return [Publish(self.membership())]  # it asks again: the first answer was lost
+                return [Publish(self.membership(), (member,))]  # it asks again: the first answer was lost
             case Starting() if seat.state.incarnation == member.stamp.incarnation:
                 if member.role != seat.spec.role:
                     difference = {"role": f"{member.role} != {seat.spec.role}"}
@@ -405,7 +412,8 @@ class ControllerCore:
             return []
         self._untold = False
         self._published_at_s = self._told_at_s = now
-        return [Publish(self.membership())]
+        membership = self.membership()
+        return [Publish(membership, membership.members)]
 
     def _move(self, seat: _Seat, state: SeatState, why: str) -> None:
         who = f"{seat.spec.worker}@{incarnation_of(state) or incarnation_of(seat.state)}"

@@ -44,6 +44,7 @@ class Live(Struct, frozen=True):
     member: Member
     since_s: float
     heard_s: float
+    knows: int = 0  # the version of the membership that it goes by
 
 
 class Leaving(Struct, frozen=True):
@@ -54,6 +55,7 @@ class Leaving(Struct, frozen=True):
     since_s: float
     heard_s: float
     deadline_s: float
+    knows: int = 0  # as above
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,10 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Send this view to every member of it."""
+    """Send this view to these members of it."""
 
     membership: Membership
+    readers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)

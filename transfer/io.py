@@ -370,15 +370,16 @@ class IoThread:
         load = self._load()
         audience = self._roster.audience(() if self._hand_offs is None else self._hand_offs.endpoint.peers(), now)
         for members, asks in ((audience.told, False), (audience.asked, True)):
-            heartbeat = Heartbeat(load=load, asks=asks)
+            heartbeat = Heartbeat(load=load, asks=asks, view=self._roster.version)
             for worker, member in members.items():
                 self._mesh.send(worker, member.stamp.epoch, heartbeat)
         if self._controller_address:
             if self._connected_to != self._controller_address:
                 self._mesh.connect(CONTROLLER, self._controller_address)
                 self._connected_to = self._controller_address
+            heartbeat = Heartbeat(load=load, view=self._roster.version)
             hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
-            self._mesh.send(CONTROLLER, Epoch(0), Heartbeat(load=load) if self._roster.listed else hello)
+            self._mesh.send(CONTROLLER, Epoch(0), heartbeat if self._roster.listed else hello)
         if self._hand_offs is not None:
             for worker in self._roster.silent:
                 self._carry_out(self._hand_offs.endpoint.on_peer_silent(worker, now), now)

@@ -211,4 +211,9 @@ class Roster:
     def view(self) -> MembershipView:
         """For the engine: everybody, itself included."""
         members = self._latest.members if self._latest is not None else ()
-        return MembershipView(max(self._source[1], 0), members, self.silent)
+        return MembershipView(self.version, members, self.silent)
+
+    @property
+    def version(self) -> int:
+        """Of the newest membership; 0 before there is one."""
+        return max(self._source[1], 0)

@@ -149,7 +149,7 @@ class MemberProcess(SimProcess):
         self.after(self._tick_s, self._tick, "tick")
 
     def _speak(self) -> None:
-        heartbeat = Heartbeat(load=self.load())
+        heartbeat = Heartbeat(load=self.load(), view=self.roster.version)
         audience = self.roster.audience(self.partners(), self.now)
         self.world.network.send_to_all(self.stamp, audience.told, heartbeat)
         if audience.asked:
@@ -346,9 +346,9 @@ class ControllerProcess(SimProcess):
                     self.world.ask_to_leave(worker, incarnation)
                 case KillWorker(worker, incarnation):
                     self.world.kill_for_sure(worker, incarnation)
-                case Publish(membership):
+                case Publish(membership, readers):
                     self.world.publications.published(membership)
-                    for member in membership.members:
+                    for member in readers:
                         self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, membership)
                 case Reply(member, body):
                     self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, body)

@@ -111,15 +111,22 @@ def test_an_admitted_process_is_published_under_a_new_version_and_a_repeated_hel
     [again] = hello(core, member(P0), 1.1)
     assert isinstance(again, Publish)
     assert again.membership.version == 8
+    assert again.readers == (member(P0),)
 
 
-def test_membership_is_repeated_without_a_new_version() -> None:
+def test_membership_is_repeated_to_those_who_go_by_an_older_one() -> None:
     core = live_core()
-    version = core.membership().version
+    membership = core.membership()
     beat_all(core, 1.1)
     [published] = core.on_timer(1.1)
-    assert isinstance(published, Publish)
-    assert published.membership.version == version
+    assert published == Publish(membership, membership.members)
+    behind, *others = membership.members
+    for one in others:
+        core.on_message(one.stamp, Heartbeat(view=membership.version), 1.2)
+    core.on_message(behind.stamp, Heartbeat(view=membership.version - 1), 1.2)
+    assert core.on_timer(2.2) == [Publish(membership, (behind,))]
+    core.on_message(behind.stamp, Heartbeat(view=membership.version), 2.3)
+    assert core.on_timer(3.3) == []
 
 
 def test_another_fingerprint_is_refused_by_field_and_the_process_replaced() -> None:
