@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import ray
@@ -28,7 +29,7 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from baton.common import env
-from baton.common.config import ClusterConfig
+from baton.common.config import ClusterConfig, JobsConfig
 from baton.common.resolve import Layer
 from baton.deploy.launch import LOCAL_NODE_ADDRESS, launch
 from baton.deploy.planner.calibrate import calibrate
@@ -209,7 +210,8 @@ def measure(cost: CostModel, split: Split, folder: Path | None, seconds: float) 
     """All pieces on one cluster."""
     config = configured(split)
     knobs = Knobs(config.prefill_worker, config.decode_worker)
-    handle = launch(config, on_progress=lambda _: None)
+    forgotten = TemporaryDirectory()
+    handle = launch(replace(config, jobs=JobsConfig(database=f"{forgotten.name}/jobs.sqlite")))
     try:
         for piece in CLUSTERS[split]:
             most = capacity(cost, knobs, split, piece_of(piece, folder, 100))
@@ -221,6 +223,7 @@ def measure(cost: CostModel, split: Split, folder: Path | None, seconds: float) 
                 yield compare(cost, knobs, split, trace, seen, others)
     finally:
         handle.shutdown()
+        forgotten.cleanup()
 
 
 def configured(split: Split) -> ClusterConfig:

@@ -12,10 +12,11 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from baton.common.config import ClusterConfig, GatewayConfig, LivenessConfig
+from baton.common.config import ClusterConfig, GatewayConfig, JobsConfig, LivenessConfig
 from baton.deploy.client import Answer, AsyncClient
 from baton.deploy.launch import launch
 
@@ -45,22 +46,25 @@ class MeasuredService:
 
 def measure_service(config: ClusterConfig) -> MeasuredService:
     """Raises LaunchError. On a Ray of its own, unless this process is connected to one."""
-    served = replace(
-        config,
-        cluster=f"baton-calibrate-{os.getpid()}",
-        prefill=1,
-        decode=1,
-        gateway=GatewayConfig(port=0),
-        liveness=LivenessConfig(dead_after_s=SLOW_IS_NOT_DEAD_S),
-    )
-    handle = launch(served)
-    try:
-        return asyncio.run(_measure(handle.gateway_url, min(BESIDE_TOKENS, config.prefill_worker.chunk_tokens)))
-    finally:
-        handle.shutdown()
+    with TemporaryDirectory() as folder:
+        served = replace(
+            config,
+            cluster=f"baton-calibrate-{os.getpid()}",
+            prefill=1,
+            decode=1,
+            gateway=GatewayConfig(port=0),
+            liveness=LivenessConfig(dead_after_s=SLOW_IS_NOT_DEAD_S),
+            jobs=JobsConfig(database=f"{folder}/jobs.sqlite"),
+        )
+        handle = launch(served)
+        try:
+            return asyncio.run(measure_at(handle.gateway_url, min(BESIDE_TOKENS, config.prefill_worker.chunk_tokens)))
+        finally:
+            handle.shutdown()
 
 
-async def _measure(url: str, prompt_tokens: int) -> MeasuredService:
+async def measure_at(url: str, prompt_tokens: int) -> MeasuredService:
+    """Of the cluster whose gateway is there."""
     rng = random.Random(1)
     async with AsyncClient(url) as client:
         alone = [await _first_token_s(client, rng) for _ in range(WARM_UP + ALONE)]

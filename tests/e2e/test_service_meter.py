@@ -1,0 +1,20 @@
+"""What `baton calibrate` reads from a cluster in service, over HTTP, with a worker whose pace is known."""
+
+from __future__ import annotations
+
+import asyncio
+
+from http_loopback import Loopback, saying, serving
+
+from baton.deploy.planner.service_meter import STREAMS, measure_at
+
+PACE_S = 0.005
+
+
+def test_gaps_and_overhead_are_those_of_the_cluster() -> None:
+    with serving(Loopback(script=saying("x" * 200), pace_s=PACE_S)) as served:
+        seen = asyncio.run(measure_at(served.url, 100))
+    assert seen.gap_s >= PACE_S
+    assert seen.first_token_s > 0
+    assert seen.prompt_s == 0.01, "as the worker says"
+    assert (seen.prompt_tokens, seen.rows) == (100, STREAMS)
