@@ -30,6 +30,8 @@ SHRINK = 64
 """What has so many tokens in a trace has one here: steps of the fake model cost what is computed in them."""
 RATE_PER_WORKER = 16.0
 MAX_CONTEXT = 2304
+LOOKED_FOR = 4
+"""Of what has ended, so many requests are looked for in all caches at a time."""
 NEW_TOKEN_FACTOR = 0x9E3779B1
 
 
@@ -85,6 +87,10 @@ class PassingClients(Clients):
         super().over(request, outcome)
         judge(request, self._settings, faulty=False)
         del self.requests[request.request_id]
+
+    def newly_over(self) -> list[ClientRequest]:
+        """A few of them: every worker is asked about each."""
+        return super().newly_over()[:LOOKED_FOR]
 
 
 class LargeWorld:
