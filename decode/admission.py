@@ -80,20 +80,21 @@ class Admission:
         self._head: RequestId | None = None
         self._overtaken = 0
 
-    def admit(self, queue: Sequence[Candidate], active: Iterable[ActiveRequest]) -> Admitted | Refused | None:
+    def admit(self, queue: Iterable[Candidate], active: Iterable[ActiveRequest]) -> Admitted | Refused | None:
         """Admits one request of `queue`, or says why the head must wait; None when the queue is empty. The queue's
         order is the core's: retracted requests first, then by arrival. Call again until it refuses.
 
         When the head does not fit, one behind it may overtake (backfill): at most MAX_BACKFILL times per head, and
         never a retracted request.
         """
-        if not queue:
+        candidates = iter(queue)
+        head = next(candidates, None)
+        if head is None:
             return None
         requests = list(active)
         paged = self._pool.layout.paged
         load = {component: _Load.of(component, requests, self._reserved_tokens, self._pool) for component in paged}
         crowd = len(requests)
-        head = queue[0]
         # One that comes back goes before everybody for a moment: that does not begin the count anew.
         if head.request_id != self._head and not head.retracted:
             self._head, self._overtaken = head.request_id, 0
@@ -102,10 +103,10 @@ class Admission:
             return Admitted(0, refusal)
         if head.retracted or refusal.reason in (RefusalReason.NO_ROW, RefusalReason.TOO_LONG):
             return refusal
-        for index in range(1, min(len(queue), 1 + BACKFILL_WINDOW)):
-            if self._overtaken >= MAX_BACKFILL:
+        for index in range(1, 1 + BACKFILL_WINDOW):
+            if self._overtaken >= MAX_BACKFILL or (candidate := next(candidates, None)) is None:
                 break
-            allocation = self._pre_alloc(queue[index], crowd, load)
+            allocation = self._pre_alloc(candidate, crowd, load)
             if isinstance(allocation, PreAllocated):
                 self._overtaken += 1
                 return Admitted(index, allocation)

@@ -52,8 +52,15 @@ class WaitingRequests:
         if not self._queue or not self._may_fit:
             return None
         window = self._queue[: 1 + BACKFILL_WINDOW]
-        candidates = [self._candidate(one) for one in window]
-        verdict = self._admission.admit(candidates, active)
+        candidates: list[Candidate] = []
+
+        def looked_at() -> Iterator[Candidate]:
+            """Mostly the head alone."""
+            for one in window:
+                candidates.append(self._candidate(one))
+                yield candidates[-1]
+
+        verdict = self._admission.admit(looked_at(), active)
         assert verdict is not None, "the queue is not empty"
         if isinstance(verdict, Admitted):
             request, slot = self._queue.pop(verdict.index), candidates[verdict.index].slot

@@ -49,8 +49,10 @@ def finish_reason(outputs: int, last_token: int, sampling: SamplingParams, promp
 def foreign_token(tokens: npt.NDArray[np.int32], vocab_size: int) -> str:
     """Names the first of `tokens` that the model does not have, with its place; "" when it has all of them. Computing
     it would read outside of the embeddings: for whoever takes tokens from another process."""
+    if not len(tokens) or (np.minimum.reduce(tokens) >= 0 and np.maximum.reduce(tokens) < vocab_size):
+        return ""
     strange = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    return f"[{strange[0]}] = {tokens[strange[0]]}: not one of the model's {vocab_size} tokens" if len(strange) else ""
+    return f"[{strange[0]}] = {tokens[strange[0]]}: not one of the model's {vocab_size} tokens"
 
 
 def affinity_key(tokens: npt.NDArray[np.int32]) -> bytes:
