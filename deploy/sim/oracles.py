@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from baton.common.engine.batch import Batch
 from baton.common.engine.fake_answer import fake_kept
 from baton.common.engine.fake_model import U64
 from baton.common.ids import SessionId
@@ -26,9 +27,11 @@ from baton.common.kv.tiers.keys import PageKey, PageKeys
 from baton.common.units import pages_for_tokens
 from baton.decode.admission import ActiveRequest
 from baton.decode.core import DecodeCore
+from baton.decode.request import THINKING_TAIL
 from baton.prefill.core import PrefillCore
 
 if TYPE_CHECKING:
+    from baton.deploy.sim.clients import ClientRequest
     from baton.deploy.sim.worker import WorkerProcess
 
 SESSION_SLACK_S = 3.0
@@ -184,6 +187,31 @@ class SessionOracle:
         self._since_s = {key: self._since_s.get(key, now) for key in keys}
         for key, since_s in self._since_s.items():
             assert now - since_s <= self._ttl_s + SESSION_SLACK_S, f"session {key[0]} is kept after its time"
+
+
+def assert_thoughts_are_not_cached(
+    workers: Iterable[WorkerProcess], request: ClientRequest, thinking: int, prompts: Iterable[I32]
+) -> None:
+    """Where the model began to think, others find the tokens before that at most; unless a prompt repeats the rest."""
+    prompt, outputs = request.prompt, request.tokens
+    if thinking in prompt[-THINKING_TAIL:]:
+        most = len(prompt)
+    elif thinking in outputs:
+        most = len(prompt) + outputs.index(thinking)
+    else:
+        return
+    for worker in workers:
+        found = request.known[: worker.pool.match_len(request.known)]
+        repeated = any(np.array_equal(one[: len(found)], found) for one in prompts)
+        assert len(found) <= most or repeated, (
+            f"{worker.stamp.worker} has cached thoughts: {len(found)} of {most} tokens"
+        )
+
+
+def assert_step_fits(batch: Batch, chunk_tokens: int) -> None:
+    """What is configured as the most tokens of one step, beside one for each running request."""
+    most = batch.num_rows + max(chunk_tokens, batch.page_size)
+    assert batch.num_tokens <= most, f"a step over {batch.num_tokens} tokens, {most} at most"
 
 
 def assert_content(workers: Sequence[WorkerProcess], sequences: Iterable[I32], layout: KvLayout) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.engine.fake_runner import fake_answer
-from baton.common.ids import RequestId
+from baton.common.ids import NO_SESSION, RequestId, SessionId
+from baton.common.kv.prefix.interface import I32
 from baton.common.messages import (
     Frame,
     SamplingParams,
@@ -117,6 +118,12 @@ class Plan:
                 assert complete or request.cancelled or not all_complete, f"{request.request_id}: {request.ended}"
 
         return Scenario(self.world, reached)
+
+
+def asking(name: str, prompt: I32, tokens: int = 8, session: SessionId = NO_SESSION) -> ClientRequest:
+    """A request of this very prompt, to be entered."""
+    sampling = SamplingParams(temperature=0.7, seed=len(prompt), max_tokens=tokens)
+    return ClientRequest(RequestId(name), prompt, sampling, None, session)
 
 
 def worker_of(details: object, role: str) -> WorkerProcess | None:

@@ -11,6 +11,7 @@ from baton.deploy.sim import scenarios_output as output
 from baton.deploy.sim import scenarios_peers as peers
 from baton.deploy.sim import scenarios_pressure as pressure
 from baton.deploy.sim import scenarios_resume as resume
+from baton.deploy.sim import scenarios_sessions as sessions
 from baton.deploy.sim.plan import Scenario
 from baton.deploy.sim.world import Report
 
@@ -38,6 +39,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
         *kept.SCENARIOS,
+        *sessions.SCENARIOS,
         *pressure.SCENARIOS,
         *peers.SCENARIOS,
         *output.SCENARIOS,

@@ -1,9 +1,9 @@
-"""Scenarios about what is kept for later: prompts that others have, too, conversations that turn back, tiers that take
-only a part, and who waits for how long."""
+"""Scenarios about what is kept for later, and who waits for how long: prompts that others have, too, who gives way and
+comes back, tiers that take only a part, large requests among small ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +11,19 @@ import numpy as np
 
 from baton.common.config import DecodeConfig, PrefillConfig, TiersConfig
 from baton.common.engine.fake_runner import StepCost
-from baton.common.ids import NO_SESSION, HandoffKey, RequestId, SessionId, Stamp, WorkerId
-from baton.common.kv.census import Holding, OwnerClass
-from baton.common.kv.prefix.interface import I32
+from baton.common.ids import HandoffKey, SessionId, Stamp, WorkerId
+from baton.common.kv.census import OwnerClass
 from baton.common.kv.tiers.api import AbortStore, RestorePages, StorePages
-from baton.common.messages import Body, Chunk, SamplingParams
+from baton.common.messages import Body, Chunk
+from baton.common.units import page_floor
 from baton.decode.admission import MAX_BACKFILL
 from baton.deploy.sim.clients import ClientRequest
-from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, asking, must, second_of, worker_of
 from baton.deploy.sim.tier import page_keys_of
-from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.world import Report, World
 from baton.transfer.api import OfferReceived, OpenSink
 
 SESSION = SessionId("s0")
-UNBROKEN_TURNS = 3
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"window": 11}, {"state": True}, {"full": False, "window": 11})
 TIERS = TiersConfig(host_bytes=1, restore_min_pages=1)
 CONVERSING = DecodeConfig(num_reserved_decode_tokens=4, chunk_tokens=16, max_sessions=4, session_ttl_s=20.0)
@@ -38,9 +36,9 @@ def exchanged_while_computed(seed: int) -> Scenario:
     settings = replace(BASE, prefill=1, state=True, state_slots=3, pull_lane=1.0, prefill_config=prefill)
     plan = Plan(replace(settings, region_s=0.001, region_pages=8, step=StepCost(0.1)), seed)
     prompt = np.random.default_rng([seed, 1]).integers(0, 258, 109 + seed % 3).astype(np.int32)
-    plan.enter(_request("holds a slot", prompt[-3:], tokens=1), FIRST_S - 0.03)
-    plan.enter(_request("short", prompt[:40], tokens=1), FIRST_S)
-    plan.enter(_request("long", prompt, tokens=1), FIRST_S + 0.02)
+    plan.enter(asking("holds a slot", prompt[-3:], tokens=1), FIRST_S - 0.03)
+    plan.enter(asking("short", prompt[:40], tokens=1), FIRST_S)
+    plan.enter(asking("long", prompt, tokens=1), FIRST_S + 0.02)
     keys, before = dict[str, HandoffKey](), list[int]()
 
     def look(world: World, details: object) -> None:
@@ -74,14 +72,14 @@ def pushed_back_when_planned(seed: int) -> Scenario:
     settings = replace(BASE, decode=1, page_size=1, decode_pages=84, prefill_pages=200, decode_config=decode)
     plan = Plan(replace(settings, tiers=TIERS, tier_loss=0.0, tier_page_s=0.02, step=StepCost(0.02)), seed)
     prompts = [np.random.default_rng([seed, number]).integers(0, 258, 40).astype(np.int32) for number in range(3)]
-    first = plan.enter(_request("t0", prompts[0][:30], tokens=6, session=SESSION), FIRST_S)
+    first = plan.enter(asking("t0", prompts[0][:30], tokens=6, session=SESSION), FIRST_S)
     first.begins_session = True
-    plan.enter(_request("ends", prompts[1][: 8 + (seed + 2) % 3], tokens=14), FIRST_S + 0.5)
-    plan.enter(_request("gives way", prompts[2][:10], tokens=30), FIRST_S + 0.5)
+    plan.enter(asking("ends", prompts[1][: 8 + (seed + 2) % 3], tokens=14), FIRST_S + 0.5)
+    plan.enter(asking("gives way", prompts[2][:10], tokens=30), FIRST_S + 0.5)
 
     def go_on(_: ClientRequest) -> None:
         said = np.concatenate((first.known, prompts[0][:4]))
-        plan.enter(_request("t1", said, tokens=40, session=SESSION), FIRST_S + 0.6)
+        plan.enter(asking("t1", said, tokens=40, session=SESSION), FIRST_S + 0.6)
 
     def meddle(world: World, details: object) -> None:
         worker, command = worker_of(details, "decode"), second_of(details)
@@ -118,83 +116,97 @@ def grows_beside_a_hand_off(seed: int) -> Scenario:
     return plan.ready("no page was left beside a hand-off")
 
 
-def session_that_turns_back(seed: int) -> Scenario:
-    """Turns of a session begin anew further back, with less than it holds; then before all that it shares with others,
-    and at last with something else. As long as it goes on, it shares what its first turn shared."""
+def asked_again(seed: int) -> Scenario:
+    """A prompt comes again, and nothing was evicted: all whole pages but the one with its last token are found, on
+    one of the workers; those of the answer, too, where a model's layers all attend to everything."""
     layout: Mapping[str, Any] = LAYOUTS[seed % len(LAYOUTS)]
-    plan = Plan(replace(BASE, decode=1, decode_pages=64, decode_config=CONVERSING, **layout), seed)
-    rng = np.random.default_rng([seed, 2])
-    first, more, other = (rng.integers(0, 258, count).astype(np.int32) for count in (26 + seed % 5, 9, 12))
-    turns: list[Callable[[], I32]] = [
-        lambda: first,
-        lambda: np.concatenate((plan.requests[0].known, more)),
-        lambda: plan.requests[0].known[: len(first) + 3],
-        lambda: first[:-9],
-        lambda: np.concatenate((plan.requests[3].known, more)),
-        lambda: other,
-    ]
-    shared: list[int] = []
+    plan = Plan(replace(BASE, decode=1, prefill_pages=96, decode_pages=96, **layout), seed)
+    prompt = np.random.default_rng([seed, 7]).integers(0, 258, 33 + seed % 7).astype(np.int32)
+    first = plan.enter(asking("first", prompt, tokens=14), FIRST_S)
+    plan.enter(asking("again", prompt, tokens=2), FIRST_S + 1.5)
 
-    def go_on(_: ClientRequest | None = None) -> None:
-        turn = len(plan.requests)
-        if turn:
-            plan.world.schedule.after(0.2, look)
-        if turn < len(turns):
-            request = _request(f"t{turn}", turns[turn](), session=SESSION)
-            request.begins_session, request.then = turn == 0, go_on
-            plan.enter(request, max(FIRST_S, plan.world.now + 0.3))
+    def go_on(_: ClientRequest) -> None:
+        plan.enter(asking("next", first.known, tokens=2), FIRST_S + 3.0)
 
-    def look() -> None:
-        """Between two turns."""
-        (kept,) = [one for worker in plan.world.workers("decode") for one in _sessions(worker)]
-        shared.append(kept.record.cache_protected_len)
-        same = shared[:UNBROKEN_TURNS]
-        assert len(set(same)) == 1, f"later turns share {same[1:]} tokens, where the first one shared {same[0]}"
-
-    go_on()
+    first.then = go_on
     scenario = plan.ready()
-    plan.world.calm_s = FIRST_S + 6.0
+    plan.world.calm_s = FIRST_S + 4.0
 
     def reached(report: Report) -> None:
         scenario.reached(report)
-        must(len(shared) == len(turns), "it was not kept after each turn")
+        must(len(plan.requests) == 3, "there was no next turn")
+        for request in plan.requests[1 : 3 if not layout else 2]:
+            assert request.ended is not None
+            timeline = request.ended.timeline
+            assert timeline is not None
+            found = timeline.cached_tokens + timeline.prefill_cached_tokens
+            whole = page_floor(len(request.prompt) - 1, BASE.page_size)
+            assert found >= whole, f"{found} tokens of {request.request_id} were found, {whole} were there"
 
     return Scenario(plan.world, reached)
 
 
-def session_that_moves(seed: int) -> Scenario:
-    """A gateway does not hear a conversation's worker for a while, so the next turn goes to another one: the first
-    one's slot is given up as soon as that has answered, and not when its time is over."""
-    plan = Plan(replace(BASE, decode=2, decode_config=CONVERSING, step=StepCost(0.05)), seed)
-    rng = np.random.default_rng([seed, 3])
-    prompt = rng.integers(0, 258, 20).astype(np.int32)
-    first = plan.enter(_request("t0", prompt, session=SESSION), FIRST_S)
-    first.begins_session = True
-    gateway = WorkerId("gateway-0")
+def cheapest_gives_way(seed: int) -> Scenario:
+    """Pages run out: who has the least to bring back gives way, and comes back before those who waited meanwhile."""
+    decode = DecodeConfig(num_reserved_decode_tokens=0, chunk_tokens=16)
+    settings = replace(BASE, decode=1, decode_pages=27, prefix_cache="chunk", decode_config=decode)
+    plan = Plan(replace(settings, region_s=0.01, step=StepCost(0.01)), seed)
+    cheap = plan.request(9 + seed % 3, max_tokens=40)
+    for number in (1, 2):
+        plan.request(34, max_tokens=24, at_s=FIRST_S + 0.001 * number)
+    waits = plan.request(36, max_tokens=4, at_s=FIRST_S + 0.3)
+    let_in: list[str] = []
 
-    def go_on(_: ClientRequest) -> None:
-        kept = [worker for worker in plan.world.workers("decode") if _sessions(worker)]
-        if kept:
-            plan.note("the first worker kept it")
-            plan.world.partition(gateway, kept[0].stamp.worker, 5.0, True)
-        said = np.concatenate((first.known, prompt[:5]))
-        second = _request("t1", said, 90, SESSION)
-        second.then = ended
-        plan.enter(second, plan.world.now + 3.8)
+    def look(world: World, details: object) -> None:
+        command = second_of(details)
+        if isinstance(command, OpenSink):
+            let_in.append(command.request_id)
 
-    def ended(request: ClientRequest) -> None:
-        plan.world.schedule.after(1.0, look)
+    plan.world.on("command", look)
+    scenario = plan.ready()
+    plan.world.calm_s = FIRST_S + 2.0
 
-    def look() -> None:
-        kept = [worker.stamp.worker for worker in plan.world.workers("decode") if _sessions(worker)]
-        assert len(kept) < 2, f"the session lies on {kept}"
-        if kept:
-            plan.note("it lies on one")
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        again = [name for place, name in enumerate(let_in) if name in let_in[:place]]
+        must(again, "nobody gave way, or had anything left to bring back")
+        assert again[0] == cheap.request_id, f"let in: {let_in}; {cheap.request_id} was the cheapest"
+        back = len(let_in) - 1 - let_in[::-1].index(cheap.request_id)
+        assert back < let_in.index(waits.request_id), f"let in: {let_in}; {waits.request_id} came first"
 
-    first.then = go_on
-    scenario = plan.ready("the first worker kept it", "it lies on one")
-    plan.world.calm_s = FIRST_S + 12.0
-    return scenario
+    return Scenario(plan.world, reached)
+
+
+def tier_too_slow(seed: int) -> Scenario:
+    """A tier takes long for each page: a restore is cut short, and so is the copy of one who gives way."""
+    deadline_s = 0.3
+    tiers = replace(TIERS, restore_deadline_s=deadline_s)
+    decode = DecodeConfig(num_reserved_decode_tokens=0, chunk_tokens=16)
+    settings = replace(BASE, decode=1, decode_pages=24, decode_config=decode, tiers=tiers, tier_loss=0.0)
+    plan = Plan(replace(settings, tier_page_s=0.002), seed)
+    plan.request(60, max_tokens=2, shared=60)
+    plan.request(61, max_tokens=2, at_s=FIRST_S + 3.0, shared=60)
+    for index in range(3):
+        plan.request(22, max_tokens=36, at_s=FIRST_S + 14.0 + 0.001 * index)
+
+    def slow_down() -> None:
+        for worker in plan.world.workers():
+            worker.pool.clear_cache()
+            worker.tier.page_s = 1.0
+
+    plan.world.schedule.at(FIRST_S + 2.8, slow_down)
+    scenario = plan.ready()
+    plan.world.calm_s = FIRST_S + 16.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        timelines = [one.ended.timeline for one in plan.requests if one.ended is not None]
+        restores = [(one.restore_s, 1 + one.retractions) for one in timelines if one is not None]
+        must(restores[1][0] > 0, "nothing was restored")
+        late = [restore_s for restore_s, times in restores if restore_s > times * (deadline_s + 1.1)]
+        assert not late, f"restores took {late} s, where {deadline_s} s and a page were allowed"
+
+    return Scenario(plan.world, reached)
 
 
 def restored_to_the_last_page(seed: int) -> Scenario:
@@ -205,7 +217,7 @@ def restored_to_the_last_page(seed: int) -> Scenario:
     rng = np.random.default_rng([seed, 4])
     prompts = [rng.integers(0, 258, 24).astype(np.int32) for _ in range(2)]
     for number, (prompt, at_s) in enumerate(zip((*prompts, *prompts), (0.0, 1.0, 3.0, 2.0), strict=True)):
-        plan.enter(_request(f"r{number}", prompt, tokens=1), FIRST_S + at_s)
+        plan.enter(asking(f"r{number}", prompt, tokens=1), FIRST_S + at_s)
     cut: list[StorePages] = []
 
     def meddle(world: World, details: object) -> None:
@@ -267,21 +279,13 @@ def nobody_starves(seed: int) -> Scenario:
     return Scenario(plan.world, reached)
 
 
-def _request(name: str, prompt: I32, tokens: int = 8, session: SessionId = NO_SESSION) -> ClientRequest:
-    sampling = SamplingParams(temperature=0.7, seed=len(prompt), max_tokens=tokens)
-    return ClientRequest(RequestId(name), prompt, sampling, None, session)
-
-
-def _sessions(worker: WorkerProcess) -> list[Holding]:
-    return [one for one in worker.core.holdings() if one.owner_class is OwnerClass.SESSION]
-
-
 SCENARIOS = (
     exchanged_while_computed,
     pushed_back_when_planned,
     grows_beside_a_hand_off,
-    session_that_turns_back,
-    session_that_moves,
+    asked_again,
+    cheapest_gives_way,
+    tier_too_slow,
     restored_to_the_last_page,
     nobody_starves,
 )

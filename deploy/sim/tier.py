@@ -68,9 +68,11 @@ class SimTier:
         self._pages = pages
         self._store = store
         self._settings = process.world.settings
+        self.page_s = self._settings.tier_page_s
         self._rng = process.world.rng
         self._stores: dict[JobId, bool] = {}  # under way, and whether it was aborted
         self._restores: dict[JobId, bool] = {}
+        self._being_read: set[int] = set()
         self._below: dict[int, PageKey] = {}  # by page id: what the engine was told is kept of what is in it
 
     @property
@@ -84,8 +86,7 @@ class SimTier:
             case RestorePages(job) if self._refuses():
                 self._process.deliver(PagesRestored(job, 0))
             case StorePages(job):
-                for key, page in zip(command.keys, command.page_ids.tolist(), strict=True):
-                    assert self._below.get(page) != key, f"page {page} is stored once more by the same name"
+                self._look_at(command)
                 self._stores[job] = False
                 self._later(lambda: self._store_from(command, 0))
             case RestorePages(job):
@@ -103,7 +104,7 @@ class SimTier:
         return busy or self._rng.random() < self._settings.tier_loss
 
     def _later(self, action: Callable[[], None]) -> None:
-        self._process.after(self._rng.random() * self._settings.tier_page_s, action, "tier")
+        self._process.after(self._rng.random() * self.page_s, action, "tier")
 
     def _store_from(self, command: StorePages, at: int) -> None:
         over = at == len(command.keys) or self._stores[command.job]
@@ -115,6 +116,7 @@ class SimTier:
             self._later(lambda: self._store_from(command, at + 1))
             return
         del self._stores[command.job]
+        self._being_read -= set(command.page_ids.tolist())
         self._told(command, at)
         self._process.world.probe("stored", (self._process, command))
         self._process.deliver(PagesStored(command.job, at))
@@ -140,6 +142,13 @@ class SimTier:
         self._told(command, pages)
         self._process.world.probe("restored", (self._process, command, pages))
         self._process.deliver(PagesRestored(command.job, pages))
+
+    def _look_at(self, command: StorePages) -> None:
+        """Nothing is asked for twice."""
+        for key, page in zip(command.keys, command.page_ids.tolist(), strict=True):
+            assert self._below.get(page) != key, f"page {page} is stored once more by the same name"
+            assert page not in self._being_read, f"page {page} is being stored already"
+            self._being_read.add(page)
 
     def _told(self, command: StorePages | RestorePages, count: int) -> None:
         """So many of them are kept below."""

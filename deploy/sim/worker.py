@@ -30,7 +30,7 @@ from baton.common.messages import Frame, HandoffBody, Load
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.lanes import DIRECT_LANE, PULL_LANE, STAGED_LANE
-from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain
+from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain, assert_step_fits
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.deploy.sim.watch import HandoffWatch
@@ -112,6 +112,7 @@ class WorkerProcess(MemberProcess):
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
         self.tier = SimTier(self, memory.main.as_bytes(), world.tier_store)
         self._checker = StepChecker(self.pool, self.core.holdings)
+        self._chunk_tokens = config.chunk_tokens
         decode = settings.decode_config
         self._admissions = AdmissionOracle(self.pool, decode.num_reserved_decode_tokens, decode.max_running_requests)
         self._sessions = SessionOracle(decode.max_sessions, decode.session_ttl_s)
@@ -160,6 +161,7 @@ class WorkerProcess(MemberProcess):
         if batch is None:
             self._engine_timer.want(core.next_deadline())
             return
+        assert_step_fits(batch, self._chunk_tokens)
         self._step_began_s = now
         cost_s = NEVER_S if self._hangs else self.runner.step_cost_s(batch)
         for layers in batch.report_after:

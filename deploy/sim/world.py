@@ -22,7 +22,7 @@ from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_prompt, is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
-from baton.deploy.sim.oracles import StoredPages, assert_content
+from baton.deploy.sim.oracles import StoredPages, assert_content, assert_thoughts_are_not_cached
 from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberProcess, SimProcess
 from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
@@ -378,10 +378,16 @@ class World:
 
     def _look_around(self) -> None:
         """What is not judged after each event."""
-        workers = self.workers()
-        for worker in workers:
+        for worker in self.workers():
             worker.look_at_sessions()
-        assert_content(workers, [one.known for one in self.clients.newly_over()], self.settings.layout)
+        self._look_at_what_is_cached(self.clients.newly_over())
+
+    def _look_at_what_is_cached(self, requests: Collection[ClientRequest]) -> None:
+        assert_content(self.workers(), [one.known for one in requests], self.settings.layout)
+        if (thinking := self.settings.thinking_token_id) >= 0:
+            prompts = [one.prompt for one in self.clients.requests.values()]
+            for request in requests:
+                assert_thoughts_are_not_cached(self.workers("decode"), request, thinking, prompts)
 
     def _living(self) -> list[SimProcess]:
         return [process for process in self.seats.values() if process.alive]
@@ -408,10 +414,9 @@ class World:
 
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)
-        sequences = [one.known for one in self.clients.requests.values()]
-        assert_content(self.workers(), sequences, self.settings.layout)
-        for tokens in sequences:
-            self.stored_pages.assert_right(tokens)
+        self._look_at_what_is_cached(self.clients.requests.values())
+        for request in self.clients.requests.values():
+            self.stored_pages.assert_right(request.known)
         for worker in self.workers():
             worker.check()
             assert not list(worker.core.holdings()), f"{worker.stamp.worker} holds pages at rest"

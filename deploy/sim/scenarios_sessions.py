@@ -1,0 +1,171 @@
+"""Scenarios about sessions: conversations that turn back, move, are lost, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from baton.common.engine.fake_runner import StepCost
+from baton.common.ids import WorkerId
+from baton.common.kv.census import Holding, OwnerClass
+from baton.common.kv.prefix.interface import I32
+from baton.common.units import page_floor
+from baton.deploy.sim.clients import ClientRequest
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, asking, must
+from baton.deploy.sim.scenarios_kept import CONVERSING, LAYOUTS, SESSION, TIERS
+from baton.deploy.sim.worker import WorkerProcess
+from baton.deploy.sim.world import Report
+
+UNBROKEN_TURNS = 3
+
+
+def session_that_turns_back(seed: int) -> Scenario:
+    """Turns of a session begin anew further back, with less than it holds; then before all that it shares with others,
+    and at last with something else. As long as it goes on, it shares what its first turn shared."""
+    layout: Mapping[str, Any] = LAYOUTS[seed % len(LAYOUTS)]
+    plan = Plan(replace(BASE, decode=1, decode_pages=64, decode_config=CONVERSING, **layout), seed)
+    rng = np.random.default_rng([seed, 2])
+    first, more, other = (rng.integers(0, 258, count).astype(np.int32) for count in (26 + seed % 5, 9, 12))
+    turns: list[Callable[[], I32]] = [
+        lambda: first,
+        lambda: np.concatenate((plan.requests[0].known, more)),
+        lambda: plan.requests[0].known[: len(first) + 3],
+        lambda: first[:-9],
+        lambda: np.concatenate((plan.requests[3].known, more)),
+        lambda: other,
+    ]
+    shared: list[int] = []
+
+    def go_on(_: ClientRequest | None = None) -> None:
+        turn = len(plan.requests)
+        if turn:
+            plan.world.schedule.after(0.2, look)
+        if turn < len(turns):
+            request = asking(f"t{turn}", turns[turn](), session=SESSION)
+            request.begins_session, request.then = turn == 0, go_on
+            plan.enter(request, max(FIRST_S, plan.world.now + 0.3))
+
+    def look() -> None:
+        """Between two turns."""
+        (kept,) = [one for worker in plan.world.workers("decode") for one in _sessions(worker)]
+        shared.append(kept.record.cache_protected_len)
+        same = shared[:UNBROKEN_TURNS]
+        assert len(set(same)) == 1, f"later turns share {same[1:]} tokens, where the first one shared {same[0]}"
+
+    go_on()
+    scenario = plan.ready()
+    plan.world.calm_s = FIRST_S + 6.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(len(shared) == len(turns), "it was not kept after each turn")
+
+    return Scenario(plan.world, reached)
+
+
+def session_that_moves(seed: int) -> Scenario:
+    """A gateway does not hear a conversation's worker for a while, so the next turn goes to another one: the first
+    one's slot is given up as soon as that has answered, and not when its time is over."""
+    plan = Plan(replace(BASE, decode=2, decode_config=CONVERSING, step=StepCost(0.05)), seed)
+    rng = np.random.default_rng([seed, 3])
+    prompt = rng.integers(0, 258, 20).astype(np.int32)
+    first = plan.enter(asking("t0", prompt, session=SESSION), FIRST_S)
+    first.begins_session = True
+    gateway = WorkerId("gateway-0")
+
+    def go_on(_: ClientRequest) -> None:
+        kept = [worker for worker in plan.world.workers("decode") if _sessions(worker)]
+        if kept:
+            plan.note("the first worker kept it")
+            plan.world.partition(gateway, kept[0].stamp.worker, 5.0, True)
+        said = np.concatenate((first.known, prompt[:5]))
+        second = asking("t1", said, 90, SESSION)
+        second.then = ended
+        plan.enter(second, plan.world.now + 3.8)
+
+    def ended(request: ClientRequest) -> None:
+        plan.world.schedule.after(1.0, look)
+
+    def look() -> None:
+        kept = [worker.stamp.worker for worker in plan.world.workers("decode") if _sessions(worker)]
+        assert len(kept) < 2, f"the session lies on {kept}"
+        if kept:
+            plan.note("it lies on one")
+
+    first.then = go_on
+    scenario = plan.ready("the first worker kept it", "it lies on one")
+    plan.world.calm_s = FIRST_S + 12.0
+    return scenario
+
+
+def session_that_is_lost(seed: int) -> Scenario:
+    """A turn comes after its session's time: it is computed anew, or refused by that name, as was asked for."""
+    how: Literal["fail", "prefill"] = "fail" if seed % 2 else "prefill"
+    decode = replace(CONVERSING, session_ttl_s=1.0, lost_session=how)
+    plan = Plan(replace(BASE, decode=1, decode_config=decode), seed)
+    prompt = np.random.default_rng([seed, 5]).integers(0, 258, 22).astype(np.int32)
+    first = plan.enter(asking("t0", prompt, session=SESSION), FIRST_S)
+    first.begins_session = True
+
+    def go_on(_: ClientRequest) -> None:
+        plan.enter(asking("t1", np.concatenate((first.known, prompt[:5])), session=SESSION), plan.world.now + 2.5)
+
+    first.then = go_on
+    scenario = plan.ready(all_complete=False)
+    plan.world.calm_s = FIRST_S + 4.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(len(plan.requests) == 2, "there was no second turn")
+        expected = "session_lost" if how == "fail" else "length"
+        assert plan.requests[1].outcome == expected, f"it ended with {plan.requests[1].outcome}, not {expected}"
+
+    return Scenario(plan.world, reached)
+
+
+def session_goes_below(seed: int) -> Scenario:
+    """A session that ends is in the tree, and from there in a tier, answer and all."""
+    settings = replace(BASE, decode=1, tiers=TIERS, tier_loss=0.0, decode_config=CONVERSING)
+    plan = Plan(settings, seed)
+    prompt = np.random.default_rng([seed, 6]).integers(0, 258, 18).astype(np.int32)
+    first = plan.enter(asking("t0", prompt, tokens=12, session=SESSION), FIRST_S)
+    first.begins_session = True
+
+    def go_on(_: ClientRequest) -> None:
+        plan.world.schedule.after(0.3, lambda: plan.world.close_session(SESSION, 0))
+        plan.world.schedule.after(1.0, forget)
+        plan.enter(asking("again", np.concatenate((first.known, prompt[:3]))), plan.world.now + 1.2)
+
+    def forget() -> None:
+        for worker in plan.world.workers():
+            worker.pool.clear_cache()
+
+    first.then = go_on
+    scenario = plan.ready()
+    plan.world.calm_s = FIRST_S + 4.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(len(plan.requests) == 2, "nobody asked again")
+        ended = plan.requests[1].ended
+        assert ended is not None
+        assert ended.timeline is not None
+        whole = page_floor(len(first.known) - 1, settings.page_size)
+        assert ended.timeline.restored_tokens == whole, f"{ended.timeline.restored_tokens} of {whole} came back"
+
+    return Scenario(plan.world, reached)
+
+
+def _sessions(worker: WorkerProcess) -> list[Holding]:
+    return [one for one in worker.core.holdings() if one.owner_class is OwnerClass.SESSION]
+
+
+SCENARIOS = (
+    session_that_turns_back,
+    session_that_moves,
+    session_that_is_lost,
+    session_goes_below,
+)
