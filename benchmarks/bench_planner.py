@@ -279,12 +279,13 @@ client, gateway and Ray share them. Up to {others:.2f} of {os.cpu_count()} cores
 """
 
 
-def put_between_marks(document: Path, text: str) -> None:
+def around_marks(document: Path) -> tuple[str, str]:
+    """What comes before and after the table, with the marks."""
     before, begin, rest = document.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{document} has no lines {BEGIN.strip()} and {END.strip()} to write between")
-    document.write_text(f"{before}{BEGIN}{text}{END}{after}")
+    return before + begin, end + after
 
 
 def main() -> None:
@@ -295,6 +296,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.traces is not None and not (arguments.traces / CONVERSATIONS.file).is_file():
         raise SystemExit(f"--traces {arguments.traces}: there is no {CONVERSATIONS.file}")
+    if arguments.write:
+        around_marks(arguments.write)  # rather now than in nine minutes
     cost = calibrate(configured(Split(1, 1)), print)
     print(told_cost(cost), flush=True)
     env.prepare_ray()
@@ -310,7 +313,8 @@ def main() -> None:
     text = report(cost, found, arguments.seconds)
     print(text)
     if arguments.write:
-        put_between_marks(arguments.write, text)
+        before, after = around_marks(arguments.write)
+        arguments.write.write_text(before + text + after)
 
 
 if __name__ == "__main__":

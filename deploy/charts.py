@@ -22,7 +22,7 @@ KINDS = (".html", ".svg", ".png")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto; padding: 0 1rem; color: #212529; }
 h1 { font-size: 1.3rem; } table { border-collapse: collapse; } td, th { padding: .25rem .8rem; text-align: right; }
-td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid #dee2e6; }
+td:first-child, th:first-child { text-align: left; white-space: nowrap; } tr { border-bottom: 1px solid #dee2e6; }
 """
 
 At = Callable[[float, float], tuple[float, float]]
@@ -121,7 +121,7 @@ def _grid(at: At, top: float, x_name: str) -> str:
         (x1, y), (x2, _) = at(0, share), at(top, share)
         parts.append(f'<path d="M{x1:.1f} {y:.1f}H{x2:.1f}" stroke="#e9ecef"/>')
         parts.append(_text(x1 - 8, y + 4, f"{share:.0%}", "end"))
-    step = _round_step(top / 5)
+    step = _round_step(top / 8)
     for number in range(int(top / step) + 1):
         x, y = at(step * number, 0.0)
         parts.append(_text(x, y + 20, f"{step * number:.3g}", "middle"))

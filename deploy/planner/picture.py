@@ -29,7 +29,8 @@ def table_of(plan: Plan) -> Cells:
         load = option.at_goodput
         times = [told_s(one) for one in (load.ttft_p50_s, load.ttft_p99_s, load.itl_p99_s)]
         goodput = "less" if option.goodput is None else f"{option.goodput:.3g}"
-        rows.append([str(option.split), goodput, *times, f"{load.prefill_busy:.0%}", f"{load.decode_busy:.0%}"])
+        prefill_busy = f"{load.prefill_busy:.0%}" if option.split.prefill else "—"
+        rows.append([str(option.split), goodput, *times, prefill_busy, f"{load.decode_busy:.0%}"])
     return Cells(names, rows)
 
 
