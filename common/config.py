@@ -190,6 +190,19 @@ class JobsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    """Workers change their role when the mix of requests shifts (docs/AUTOSCALING.md). Off unless costs are named."""
+
+    cost_file: str = ""  # of `baton calibrate`, read at launch
+    ttft_s: float = 2.0  # promised until the first token ...
+    itl_s: float = 0.05  # ... and between two
+    min_prefill: int = 1  # the most decode workers are what is left
+    min_decode: int = 1
+    dwell_s: float = 120.0  # the way back from a change is closed so long
+    restart_s: float = 30.0  # what a worker takes from its end until its successor serves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Everything `baton serve` needs to know. The same object goes to every process."""
 
@@ -205,6 +218,7 @@ class ClusterConfig:
     decode_worker: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
@@ -283,6 +297,7 @@ def validate(config: ClusterConfig) -> None:
         reason = f"must be 1 to {MAX_TCP_STREAMS}"
         raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
     _validate_tiers(config.kv)
+    _validate_autoscale(config)
     if config.decode < 1:
         raise ConfigError("decode", config.decode, "at least one decode worker is needed: it answers the requests")
     if config.prefill < 0:
@@ -350,6 +365,19 @@ def _validate_tiers(kv: KvConfig) -> None:
         raise ConfigError("kv.prefix_cache", kv.prefix_cache, "is a prefix cache over an external store", hint)
 
 
+def _validate_autoscale(config: ClusterConfig) -> None:
+    scale = config.autoscale
+    for name, least, there in (
+        ("min_prefill", scale.min_prefill, config.prefill),
+        ("min_decode", scale.min_decode, config.decode),
+    ):
+        if least < 1:
+            raise ConfigError(f"autoscale.{name}", least, "must be at least 1: a role without workers serves nobody")
+        if scale.cost_file and there < least:
+            role = name.removeprefix("min_")
+            raise ConfigError(f"autoscale.{name}", least, f"there are {there} {role} workers to begin with")
+
+
 def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
     groups = config.prefill_worker.layer_groups
     return [
@@ -381,6 +409,10 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("liveness.restart_forgiven_after_s", config.liveness.restart_forgiven_after_s),
         ("liveness.max_restarts_per_minute", config.liveness.max_restarts_per_minute),
         ("liveness.drain_deadline_s", config.liveness.drain_deadline_s),
+        ("autoscale.ttft_s", config.autoscale.ttft_s),
+        ("autoscale.itl_s", config.autoscale.itl_s),
+        ("autoscale.dwell_s", config.autoscale.dwell_s),
+        ("autoscale.restart_s", config.autoscale.restart_s),
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),

@@ -29,6 +29,8 @@ from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Body, Member, Membership
 from baton.deploy import ray_side
+from baton.deploy.autoscale import Policy
+from baton.deploy.autoscale_control import AutoscaleControl
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
     DrainWorker,
@@ -74,6 +76,7 @@ class ClusterPlan:
     seats: tuple[Seat, ...]
     class_paths: Mapping[str, str]  # of each role: what its processes run
     launched_at_ms: int  # wall clock
+    policy: Policy | None = None  # by which workers change their role; None: they keep it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ class ControllerLoop:
         self._stamp = Stamp(CONTROLLER, 1, Epoch(secrets.randbits(62) + 1))
         self._mesh = Mesh(self._stamp, plan.config.bind_host, plan.keys)
         self._core: ControllerCore | None = None
+        self._autoscale = AutoscaleControl(plan.policy, self._clock.now()) if plan.policy is not None else None
         self._peers: dict[WorkerId, Member] = {}
         self._rejected: deque[WorkerId] = deque()
         self._inbox: deque[Callable[[float], list[Effect]]] = deque()
@@ -150,14 +154,18 @@ class ControllerLoop:
             self._rebuild()
             while True:
                 now = self._clock.now()
-                wait_s = max(0.0, self._live_core.next_deadline() - now)
-                frames = self._mesh.poll(wait_s)
+                due_s = self._live_core.next_deadline()
+                if self._autoscale is not None:
+                    due_s = min(due_s, self._autoscale.due_s)
+                frames = self._mesh.poll(max(0.0, due_s - now))
                 now = self._clock.now()
                 for frame in frames:
                     self._carry_out(self._live_core.on_message(frame.src, frame.body, now))
                 while self._inbox:
                     self._carry_out(self._inbox.popleft()(now))
                 self._carry_out(self._live_core.on_timer(now))
+                if self._autoscale is not None:
+                    self._scale(self._autoscale, now)
                 self._publish_status()
         except BaseException:  # noqa: BLE001 - the thread's top frame
             # Ray starts the controller again, and it rebuilds its view: better than one that half works.
@@ -226,6 +234,12 @@ class ControllerLoop:
                     self._publish(effect.membership, effect.readers)
                 case Reply():
                     self._reply(effect.member, effect.body)
+
+    def _scale(self, control: AutoscaleControl, now: float) -> None:
+        effects, flips = control.look(self._live_core, now)
+        for flip in flips:
+            _log.info("flip", worker=flip.worker, role=flip.role, reason=flip.reason)
+        self._carry_out(effects)
 
     def _publish(self, membership: Membership, readers: tuple[Member, ...]) -> None:
         members = {member.stamp.worker: member for member in membership.members}

@@ -267,6 +267,10 @@ class ControllerCore:
         states = [seat.state for seat in self._seats.values()]
         return tuple(one.member for one in states if isinstance(one, Live | Leaving) and one.knows < self._version)
 
+    def live_members(self) -> list[Member]:
+        """Who takes requests, with what they said last."""
+        return [seat.state.member for seat in self._seats.values() if isinstance(seat.state, Live)]
+
     def status(self) -> list[SeatStatus]:
         return [
             SeatStatus(

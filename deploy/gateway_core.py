@@ -31,6 +31,7 @@ from baton.common.messages import (
     Body,
     CancelRequest,
     CloseSession,
+    Demand,
     Failure,
     FinishAck,
     Heartbeat,
@@ -46,6 +47,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.deploy.demand import DemandMeter
 from baton.deploy.router import Seats
 from baton.deploy.session_book import Session, SessionBook
 
@@ -173,6 +175,7 @@ class GatewayCore:
         self._loads: dict[Stamp, Load] = {}
         self._placed: dict[Stamp, int] = {}  # requests on decode workers, and prompts on prefill workers
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
+        self._demand = DemandMeter()
         self.stale_outputs = 0
 
     # ------------------------------------------------------------------------------------- from clients
@@ -203,6 +206,7 @@ class GatewayCore:
         request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, session=session)
         self._requests[request_id] = request
         self._deadlines.set(request_id, request.deadline_s)
+        self._demand.asked(len(prompt))
         out: list[GatewayEffect] = []
         self._place(request, now, out)
         return out
@@ -224,6 +228,7 @@ class GatewayCore:
         out: list[GatewayEffect] = []
         if request is not None:
             ended = RequestEnded(request_id, "stop", None, None, request.placement + 1)
+            self._demand.answered(len(request.prompt), len(request.outputs), None)
             self._release_current(request, now, out, answered=True)
             self._leave(request)
             self._forget(request, now, out, answered_by=_worker_of(request))
@@ -304,7 +309,12 @@ class GatewayCore:
     def load(self) -> Load:
         """For this gateway's own heartbeat and metrics."""
         waiting = sum(isinstance(request.state, Waiting) for request in self._requests.values())
-        return Load(queued=waiting, running=len(self._requests) - waiting)
+        return Load(queued=waiting, running=len(self._requests) - waiting, demand=self._demand.total)
+
+    @property
+    def demand(self) -> Demand:
+        """Since it began. From any thread."""
+        return self._demand.total
 
     @property
     def idle(self) -> bool:
@@ -564,6 +574,8 @@ class GatewayCore:
         answered_by: Stamp | None = None,
     ) -> None:
         self._forget(request, now, out, answered_by)
+        if ended.finish_reason:
+            self._demand.answered(len(request.prompt), len(request.outputs), ended.timeline)
         out.append(ended)
 
     def _forget(self, request: _Request, now: float, out: list[GatewayEffect], answered_by: Stamp | None) -> None:

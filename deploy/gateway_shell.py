@@ -418,7 +418,7 @@ class Gateway:
 
     def load(self) -> Load:
         """For this gateway's heartbeat. From any thread."""
-        return Load(running=len(self._running), draining=self._draining)
+        return Load(running=len(self._running), draining=self._draining, demand=self._core.demand)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing new and waits for what runs. False: some of it did not end in time, and was told so."""

@@ -31,9 +31,12 @@ from baton.common.errors import BatonError, ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
+from baton.deploy.autoscale import Policy
 from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.listener import open_listener
+from baton.deploy.planner.command import read_cost
+from baton.deploy.planner.outcome import Slo
 from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import actor_name, make_private, new_run_dir, reap, run_root
@@ -216,6 +219,7 @@ def launch(
     """Starts a cluster and returns when it serves. `ray_address` None: a Ray of its own on this machine, unless this
     process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
     config = _checked(config)
+    policy = _policy(config)
     owns_ray = _connect(config, ray_address, on_progress, ray_temp_dir)
     free_cpus = ray.available_resources().get("CPU", 0.0)
     if free_cpus < config.prefill + config.decode:
@@ -228,6 +232,7 @@ def launch(
         seats=_seats(config),
         class_paths=dict(class_paths),
         launched_at_ms=int(time.time() * 1000),
+        policy=policy,
     )
     handle: ClusterHandle | None = None
     try:
@@ -270,6 +275,24 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     with open_listener(gateway.host, gateway.port) as probe:
         port = probe.getsockname()[1]
     return dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
+
+
+def _policy(config: ClusterConfig) -> Policy | None:
+    """By which workers change their role. Raises ConfigError when the costs cannot be read."""
+    scale = config.autoscale
+    if not scale.cost_file:
+        return None
+    return Policy(
+        cost=read_cost(Path(scale.cost_file), "autoscale.cost_file"),
+        slo=Slo(ttft_s=scale.ttft_s, itl_s=scale.itl_s),
+        workers=config.prefill + config.decode,
+        most_rows=config.decode_worker.max_running_requests,
+        chunk_tokens=config.prefill_worker.chunk_tokens,
+        dwell_s=scale.dwell_s,
+        restart_s=scale.restart_s,
+        min_prefill=scale.min_prefill,
+        min_decode=scale.min_decode,
+    )
 
 
 def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, temp_dir: str | None) -> bool:

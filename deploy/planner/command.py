@@ -34,12 +34,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     scale_lengths: float = 1.0
 
 
-def read_cost(path: Path) -> CostModel:
+def read_cost(path: Path, setting: str = "--cost") -> CostModel:
+    """`setting` is what named the file. Raises ConfigError."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            "--cost", str(path), f"cannot be read: {error.strerror}", "make one: baton calibrate"
+            setting, str(path), f"cannot be read: {error.strerror}", "make one: baton calibrate"
         ) from error
     return decode_cost(data, str(path))
 
