@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import RequestId, Stamp, WorkerId
 from baton.common.messages import CancelRequest, Membership, Output, Resume, Submit, Submitted
+from baton.deploy.gateway_core import RequestEnded
 
 ROUNDING_S = 1e-6
 QUIET_RESENDS = 8
@@ -30,6 +31,7 @@ class ViewWatch:
         self._version = 0
         self._listed: set[Stamp] = set()
         self._gone: set[Stamp] = set()
+        self._epochs: dict[WorkerId, int] = {}
         self._able: set[WorkerId] = set()
 
     def told(self, view: MembershipView) -> None:
@@ -39,14 +41,14 @@ class ViewWatch:
             self._gone |= self._listed - listed
             risen = self._gone & listed
             assert not risen, f"{self._name} takes {risen} for alive again"
+            self._epochs = {stamp.worker: stamp.epoch for stamp in listed}
         self._version, self._listed = view.version, listed
         self._able = {stamp.worker for stamp in listed} - view.silent
 
     def asks(self, worker: WorkerId, epoch: int = 0) -> None:
         """For work."""
         assert worker in self._able, f"{self._name} asks {worker}, which is not there or says nothing"
-        there = not epoch or any((stamp.worker, stamp.epoch) == (worker, epoch) for stamp in self._listed)
-        assert there, f"{self._name} asks a predecessor of {worker}"
+        assert epoch in (0, self._epochs[worker]), f"{self._name} asks a predecessor of {worker}"
 
 
 class PublicationWatch:
@@ -97,7 +99,10 @@ class GatewayWatch:
 
     def says(self, effects: Iterable[object], now: float, *, on_timer: bool) -> None:
         for effect in effects:
-            if isinstance(effect, SendTo):
+            if isinstance(effect, RequestEnded):
+                self._heard_s.pop(effect.request_id, None)
+                self._placed.pop(effect.request_id, None)
+            elif isinstance(effect, SendTo):
                 match effect.body:
                     case Submit() as submit:
                         self.view.asks(effect.worker, effect.epoch)
