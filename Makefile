@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
 
 setup: $(READY)
 
@@ -67,6 +67,15 @@ chaos: $(READY)
 parity: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_parity.py tests/e2e/test_pd_parity.py
 
+# Requests drawn from the API's own document: none may be answered by a 5xx. Minutes.
+fuzz: $(READY) .venv-fuzz/.ready
+	$(BIN)/python -m pytest -m slow tests/e2e/test_fuzz_http.py
+
+.venv-fuzz/.ready:
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
+	@touch $@
+
 # What `transformers` generates, stored for the tests; about 20 minutes.
 references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
@@ -103,4 +112,4 @@ docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 
 clean:
-	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-fuzz build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -108,7 +108,7 @@ class HttpApi:
         """Made when it is asked for: that takes a tenth of a second."""
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            app.openapi_schema = with_schemas(document, self._bodies)
+            app.openapi_schema = with_schemas(document, self._bodies, self._gateway.model.name)
         return app.openapi_schema
 
     def _add_post(self, app: FastAPI, path: str, handler: Callable[..., Awaitable[Response]], *kinds: type) -> None:

@@ -19,8 +19,14 @@ def body_of(*kinds: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def with_schemas(document: dict[str, Any], kinds: tuple[type, ...]) -> dict[str, Any]:
-    """The document, with the schemas of these types and of whatever they contain."""
+def with_schemas(document: dict[str, Any], kinds: tuple[type, ...], model: str) -> dict[str, Any]:
+    """The document, with the schemas of these types and of whatever they contain. `model`: the one that is served,
+    the only one that a request may name."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
+    for kind in kinds:
+        named = schemas[kind.__name__]["properties"].get("model", {})
+        for shape in named.get("anyOf", [named]):
+            if shape.get("type") == "string":
+                shape["enum"] = [model]
     components = document.get("components", {})
     return document | {"components": components | {"schemas": components.get("schemas", {}) | schemas}}
