@@ -1,0 +1,163 @@
+"""`baton serve, run, chat, demo, doctor, drain, flip`: bring a cluster up, use it, mend it."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from baton.common import env
+from baton.deploy.commands.options import (
+    FAILED,
+    AsJson,
+    Cluster,
+    ConfigFile,
+    Decode,
+    Dtype,
+    Host,
+    Model,
+    Port,
+    Prefill,
+    RayAddress,
+    RunningRay,
+    Settings,
+    Url,
+    Worker,
+    err,
+    flags_of,
+    layers_of,
+    own_cluster,
+)
+
+
+def serve(
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    host: Host = None,
+    port: Port = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    ray_address: RayAddress = None,
+) -> None:
+    """Bring a cluster up and serve until Ctrl-C."""
+    from baton.deploy.serve import serve as run_server
+
+    layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
+    run_server(layers, ray_address, err)
+
+
+def run(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
+    url: Url = None,
+    local: Annotated[bool, typer.Option("--local", help="Bring a cluster up for this one prompt.")] = False,
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to answer with.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering it as a chat.")] = False,
+) -> None:
+    """Answer one prompt, streaming to the terminal."""
+    from baton.deploy import ask
+
+    params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    layers = own_cluster(local, config, settings, model)
+    with ask.gateway(url or env.cluster_url(), layers, err) as gateway:
+        ask.ask(gateway, text, params, err, raw=raw)
+
+
+def chat(
+    url: Url = None,
+    local: Annotated[bool, typer.Option("--local", help="Bring a cluster up for this conversation.")] = False,
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    system: Annotated[str, typer.Option(help="What the model is told before everything else.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+) -> None:
+    """Talk with the model. Its KV stays where it is between turns. /help shows what else can be typed."""
+    from baton.deploy import ask, chat
+
+    params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    layers = own_cluster(local, config, settings, model)
+    with ask.gateway(url or env.cluster_url(), layers, err) as gateway:
+        if not chat.run_chat(gateway, params, system, err):
+            raise typer.Exit(FAILED)
+
+
+def demo(
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of each answer.")] = None,
+) -> None:
+    """See it work: a cluster, a few answers, where the time went."""
+    from baton.deploy.demo import DEFAULT_MAX_TOKENS, run_demo
+
+    layers = layers_of(config, settings, flags_of(model, prefill, decode, None, 0, None))
+    run_demo(layers, Console(highlight=False), max_tokens or DEFAULT_MAX_TOKENS)
+
+
+def doctor(
+    url: Annotated[str | None, typer.Option(help="Look at the cluster behind this gateway, too.")] = None,
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    host: Host = None,
+    port: Port = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is broken or slow, and the way out. Of this machine, and with --url of a cluster."""
+    from baton.common.resolve import merge
+    from baton.deploy import doctor as examination
+    from baton.deploy import show
+
+    merged, _ = merge(layers_of(config, settings, flags_of(model, prefill, decode, host, port, None)))
+    findings = examination.examine_machine(merged, err.print)
+    if url is not None:
+        findings = chain(findings, examination.examine_cluster(url))
+    if as_json:
+        found = list(findings)
+        show.print_json(found)
+        right = examination.nothing_broken(found)
+    else:
+        right = examination.print_findings(findings, Console(highlight=False))
+    if not right:
+        raise typer.Exit(FAILED)
+
+
+def drain(worker: Worker, cluster: Cluster = "baton", ray_address: RunningRay = "auto") -> None:
+    """Replace a worker when it has finished what it runs. It takes nothing new."""
+    _replace_worker(worker, None, cluster, ray_address)
+
+
+def flip(
+    worker: Worker,
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    cluster: Cluster = "baton",
+    ray_address: RunningRay = "auto",
+) -> None:
+    """Give a worker another role when it has finished what it runs. Its name stays."""
+    _replace_worker(worker, role, cluster, ray_address)
+
+
+def _replace_worker(worker: str, role: str | None, cluster: str, ray_address: str) -> None:
+    from baton.common.ids import WorkerId
+    from baton.deploy.launch import attach
+
+    attach(cluster, ray_address).replace_worker(WorkerId(worker), role)
+    wanted = f" as a {role} worker" if role else ""
+    err.print(f"{worker} takes nothing new; when it has finished what it has, it begins anew{wanted}", markup=False)
