@@ -7,15 +7,17 @@ Owns the copy. Never: changes the tree, or believes it: what cannot be right is 
 from __future__ import annotations
 
 from array import array
+from operator import attrgetter
 from typing import final
 
 from baton.common.kv.layout import KvLayout
 from baton.common.kv.prefix.compiled import CompiledLibrary, CompiledTree
 from baton.common.kv.prefix.interface import PrefixLease
-from baton.common.kv.prefix.node import TOKEN_BYTES, Node
+from baton.common.kv.prefix.node import TOKEN_BYTES
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 
 _NO_PARENT = -1
+_counts_of = attrgetter("locks", "last_use", "swa_live", "swa_locks", "swa_use", "state", "state_locks", "state_use")
 
 
 @final
@@ -56,40 +58,28 @@ class Mirror:
         self._handles = handles = {id(node): handle for handle, node in enumerate(nodes, start=1)}
         handles[id(page_tree.root)] = 0
         queues = [
-            [(handles[id(node)], use) for node, use in ledger.entries() if id(node) in handles]
+            [number for node, use in ledger.entries() if id(node) in handles for number in (handles[id(node)], use)]
             for ledger in page_tree.ledgers.values()
         ]
-        table = array("q", (len(nodes), len(nodes), *map(len, queues)))
+        table = [len(nodes), len(nodes), *(len(queue) // 2 for queue in queues)]
         ids: list[bytes] = []
         page_bytes = page_tree.page_bytes
         for handle, node in enumerate(nodes, start=1):
-            table.extend(_record(node, handle, handles, page_bytes))
-            ids += (node.key, node.full.tobytes(), node.swa.tobytes())
+            parent, key = node.parent, node.key
+            found = parent is not None and parent.children.get(key[:page_bytes]) is node
+            table += (
+                handle,
+                _NO_PARENT if parent is None else handles.get(id(parent), _NO_PARENT),
+                handle if found and len(key) >= page_bytes else 0,
+                len(key) // TOKEN_BYTES,
+                len(node.full),
+                len(node.swa),
+                node.size,
+                node.end,
+                len(node.children),
+            )
+            table += _counts_of(node)
+            ids += (key, node.full.tobytes(), node.swa.tobytes())
         for queue in queues:
-            for entry in queue:
-                table.extend(entry)
-        return table.tobytes(), b"".join(ids)
-
-
-def _record(node: Node, handle: int, handles: dict[int, int], page_bytes: int) -> tuple[int, ...]:
-    parent = node.parent
-    found = parent is not None and parent.children.get(node.key[:page_bytes]) is node
-    return (
-        handle,
-        _NO_PARENT if parent is None else handles.get(id(parent), _NO_PARENT),
-        handle if found and len(node.key) >= page_bytes else 0,
-        len(node.key) // TOKEN_BYTES,
-        len(node.full),
-        len(node.swa),
-        node.size,
-        node.end,
-        len(node.children),
-        node.locks,
-        node.last_use,
-        node.swa_live,
-        node.swa_locks,
-        node.swa_use,
-        node.state,
-        node.state_locks,
-        node.state_use,
-    )
+            table += queue
+        return array("q", table).tobytes(), b"".join(ids)
