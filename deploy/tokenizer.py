@@ -223,9 +223,9 @@ def load_served_model(config: ClusterConfig) -> ServedModel:
     from baton.common.model.loading import load_tokenizer, model_info  # heavy, and not needed for the fake model
 
     info = model_info(config.model.model)
-    tokenizer = ModelTokenizer(load_tokenizer(config.model.model))
-    guides = Guides(lambda: model_vocabulary(config.model.model, info.vocab_size, info.eos_token_ids))
-    return _served(config, info, max_model_len, tokenizer, guides)
+    tokenizer = load_tokenizer(config.model.model)
+    guides = Guides(lambda: model_vocabulary(tokenizer, info.vocab_size, info.eos_token_ids))
+    return _served(config, info, max_model_len, ModelTokenizer(tokenizer), guides)
 
 
 def _served(

@@ -27,6 +27,7 @@ from baton.common.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 MAX_COMPILED = 256
 MAX_SHOWN_CHARS = 400
@@ -183,13 +184,10 @@ class _Bytes:
         return list(text)
 
 
-def model_vocabulary(spec: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+def model_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
     """Of a model, by its own tokenizer. Raises NoVocabulary."""
     from llguidance import LLTokenizer
 
-    from baton.common.model.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(spec)
     if not tokenizer.is_fast:
         raise NoVocabulary("this model's tokenizer does not say which text each token stands for")
     if not eos_token_ids:

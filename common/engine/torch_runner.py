@@ -46,7 +46,7 @@ from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
-from baton.common.model.loading import Dtype, ModelInfo, load_model, model_info
+from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info
 from baton.common.model.spec import FIELD
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class TorchRunner:
             attention=attention,
             threads=threads,
             shared=shared,
-            guides=Guides(lambda: model_vocabulary(spec, info.vocab_size, info.eos_token_ids)),
+            guides=Guides(lambda: model_vocabulary(load_tokenizer(spec), info.vocab_size, info.eos_token_ids)),
             progress=progress,
         )
 
