@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.deploy.sim import scenarios_flips as flips
 from baton.deploy.sim import scenarios_kept as kept
 from baton.deploy.sim import scenarios_liveness as liveness
 from baton.deploy.sim import scenarios_memory as memory
@@ -43,6 +44,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         *pressure.SCENARIOS,
         *peers.SCENARIOS,
         *output.SCENARIOS,
+        *flips.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,
         resume.session_that_was_edited,
