@@ -319,7 +319,7 @@ class GatewayCore:
     @property
     def idle(self) -> bool:
         """Every request has ended and every worker has let go of what was its."""
-        return not self._requests and not self._releases
+        return not (self._requests or self._releases or self._finished or self._placed)
 
     # ---------------------------------------------------------------------------------------- placement
 

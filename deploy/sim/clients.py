@@ -175,7 +175,7 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
             return too_long or len(request.prompt) >= settings.max_context_len
         case ErrorCode.OVERLOADED.value:
             asked = settings.requests + settings.conversations
-            return asked > settings.decode_config.max_queued_requests
+            return asked > min(settings.decode_config.max_queued_requests, settings.max_inflight_requests)
         case ErrorCode.NO_WORKER.value:
             return faulty
         case ErrorCode.SESSION_NOT_FOUND.value:

@@ -42,7 +42,15 @@ STORM_S = 0.02
 STORM_SHARE = 0.8
 
 LINK_FAULTS = ("loss", "duplicate", "reorder", "region_damaged", "region_lost")
-OTHER_SETTINGS = {"clock_offset_s": 0.0, "clock_drift": 0.0, "half_open": 0.0, "successor_pages": 1.0, "tier_loss": 0.0}
+OTHER_SETTINGS = {
+    "bad_starts": 0.0,
+    "lost_kills": 0.0,
+    "clock_offset_s": 0.0,
+    "clock_drift": 0.0,
+    "half_open": 0.0,
+    "successor_pages": 1.0,
+    "tier_loss": 0.0,
+}
 """Faults that are settings, and what they are without."""
 
 

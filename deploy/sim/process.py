@@ -191,6 +191,10 @@ class MemberProcess(SimProcess):
 
     def _apply(self, changes: Changes) -> None:
         if changes.view is not None:
+            for worker in changes.fell_silent:
+                assert not self.world.is_sound(worker), (
+                    f"{self.name} has not heard {worker}, which was there all the time"
+                )
             if changes.left or changes.joined:
                 self.membership_changed(changes.view)
             self.deliver(changes.view)
@@ -315,6 +319,16 @@ class ControllerProcess(SimProcess):
             lambda: self._carry_out(self.core.on_dead(stamp.worker, stamp.incarnation, self.now)),
             f"dead {stamp.worker}@{stamp.incarnation}",
         )
+
+    def start_failed(self, stamp: Stamp) -> None:
+        """It says itself that it cannot begin."""
+        self.run(
+            lambda: self._carry_out(self.core.on_start_failed(stamp.worker, stamp.incarnation, "no room", self.now)),
+            f"failed {stamp.worker}@{stamp.incarnation}",
+        )
+
+    def shut_down(self) -> None:
+        self.run(lambda: self._carry_out(self.core.shut_down(self.now)), "shut down")
 
     def flip(self, worker: WorkerId) -> None:
         """An operator wants the worker there in the other role. It may be refused."""

@@ -13,6 +13,7 @@ from baton.deploy.sim import scenarios_peers as peers
 from baton.deploy.sim import scenarios_pressure as pressure
 from baton.deploy.sim import scenarios_resume as resume
 from baton.deploy.sim import scenarios_sessions as sessions
+from baton.deploy.sim import scenarios_views as views
 from baton.deploy.sim.plan import Scenario
 from baton.deploy.sim.world import Report
 
@@ -39,6 +40,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         liveness.retry_same_room,
         liveness.request_lost_under_churn,
         liveness.source_crash_after_release,
+        views.missed_a_view,
         *kept.SCENARIOS,
         *sessions.SCENARIOS,
         *pressure.SCENARIOS,

@@ -103,9 +103,13 @@ class WorldSettings:
     controller_crashes: int = 0
     flips: int = 0  # of a worker's role
     lane_hangs: int = 0  # of lanes that deliver nothing, while frames go on
+    bad_starts: float = 0.0  # share of processes that never get ready: they say so, die, or hang while they load
+    lost_kills: float = 0.0  # share of kills that do nothing: the controller must repeat them
     half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
     successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
     thinking_token_id: int = -1  # of the gateways
+    max_live_sources: int = 1024  # of each worker: an offer beyond is refused
+    max_inflight_requests: int = 256  # of each gateway
     fault_s: float = 4.0
     aftermath_s: float = 0.0  # how long it goes on when all is at rest: late timers must find nothing to do
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
@@ -211,6 +215,7 @@ def random_settings(seed: int) -> WorldSettings:
         ),
         prefix_cache=rng.choice(("chunk", "radix", "radix", "radix", "UnifiedRadixCache")),
     )
+    settings = _with_bounds(settings, Random(seed ^ 0xB0D5), calm or steady)
     settings = _with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady)
     hangs = Random(seed ^ 0x57A11)
     settings = dataclasses.replace(settings, lane_hangs=hangs.choice((0, 0, 1, 3)) * (not calm and not steady))
@@ -224,6 +229,17 @@ def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> Wo
         return settings
     liveness = dataclasses.replace(settings.liveness, drain_deadline_s=drain_s)
     return dataclasses.replace(settings, flips=flips, liveness=liveness)
+
+
+def _with_bounds(settings: WorldSettings, rng: Random, safe: bool) -> WorldSettings:
+    """Some worlds are full with little, and some have trouble with starting processes and ending them."""
+    return dataclasses.replace(
+        settings,
+        max_live_sources=rng.choice((1024, 1024, 1024, 2)),
+        max_inflight_requests=rng.choice((256,) * 9 + (4,)),
+        bad_starts=rng.choice((0.0, 0.0, 0.0, 0.4)) * (not safe),
+        lost_kills=rng.choice((0.0, 0.0, 0.5)) * (not safe),
+    )
 
 
 def _with_more_faults(settings: WorldSettings, rng: Random, calm: bool, steady: bool) -> WorldSettings:

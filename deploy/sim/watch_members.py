@@ -4,7 +4,8 @@ Own what each was told, and what became of it. A worker too many or too few in s
 answer: others take its work. So the views themselves are looked at.
 
 - V1  Versions only grow, also over controllers; one version is one list. What is proven dead stays dead.
-- V2  Who was published stays published until it is dead, and nobody is killed who gave no cause.
+- V2  Who was published stays published until it is dead. Nobody is killed, or called silent, who gave no cause: what
+      happened to the process that says so is none.
 - V3  Nobody is asked for work whom the asker has been told to be silent or gone.
 - V4  A gateway repeats what is not answered, not sooner than `resend_after_s`; it asks whether a placement is still
       there when that has said nothing for long. Where nothing is lost or late, it need not repeat a Submit.
@@ -68,6 +69,10 @@ class PublicationWatch:
         missing = [stamp for stamp in before - now if self._is_alive(stamp)]
         assert not missing, f"{missing} are alive, and published no more"
         self._last = membership
+
+    def is_sound(self, worker: WorkerId) -> bool:
+        """Nothing has happened to it."""
+        return worker not in self._suspects
 
     def suspect(self, *workers: WorkerId) -> None:
         """Something has happened to them that may look like death from outside."""

@@ -105,6 +105,7 @@ class WorkerProcess(MemberProcess):
             (PULL_LANE, DIRECT_LANE, STAGED_LANE),
             state_pieces=state_pieces_of(memory),
             layers=memory.layers,
+            max_live_sources=settings.max_live_sources,
         )
         super().__init__(world, stamp, role)
         pieces = state_pieces_of(memory)
@@ -373,6 +374,7 @@ class WorkerProcess(MemberProcess):
             and self._computing is None
             and self.endpoint.live_sinks == 0
             and self.endpoint.live_sources == 0
+            and self.endpoint.next_deadline() is None  # nothing to say again
             and self.data.quiet
             and self.tier.quiet
             and not self.pool.copying  # what the tier has not heard of yet

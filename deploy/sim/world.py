@@ -16,9 +16,10 @@ from random import Random
 from baton.common.config import GatewayConfig
 from baton.common.engine.core_api import Drain
 from baton.common.errors import ErrorCode
-from baton.common.ids import CONTROLLER, Epoch, SessionId, Stamp, WorkerId
+from baton.common.ids import CONTROLLER, Epoch, RequestId, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
 from baton.deploy.controller_seats import SeatSpec
+from baton.deploy.gateway_core import RequestEnded
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_prompt, is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
@@ -38,6 +39,9 @@ LOOK_S = 0.05
 HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
 SHORT_S = 10.0
+SHUT_DOWN_S = 5.0
+RARE_LOSS = 0.03
+"""Of so few heartbeats there are never so many lost, one after the other, that anybody is missed."""
 REST_S = 55.0
 """Most time from the last arrival and the last fault until everything must be at rest."""
 
@@ -77,7 +81,7 @@ class World:
         self.clients = Clients()
         self.tier_store = SharedStore(settings.tier_pages)  # survives every worker
         self.stored_pages = StoredPages(page_keys_of(settings))
-        self.gateway_config = GatewayConfig(max_inflight_requests=256)
+        self.gateway_config = GatewayConfig(max_inflight_requests=settings.max_inflight_requests)
         self.faulty = settings.links.loss > 0
         self._prompt = is_prompt(settings)
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
@@ -86,6 +90,7 @@ class World:
         self.controller = ControllerProcess(self, self.specs)
         self.seats[CONTROLLER] = self.controller
         self.calm_s = 0.0
+        self._killed: set[tuple[WorkerId, int]] = set()  # before they had begun
         self._given: dict[WorkerId, int] = {}  # the newest incarnation of each seat
 
     @property
@@ -125,26 +130,45 @@ class World:
         assert before is None or not before.alive, f"{before.stamp} is to have a successor, and it is alive"
 
         def begin() -> None:
-            if self._given[spec.worker] != incarnation:
-                return  # who ordered it has died, and its successor has ordered another
+            if self._given[spec.worker] != incarnation or (spec.worker, incarnation) in self._killed:
+                return  # who ordered it has died and its successor has ordered another, or it is not wanted any more
             old = self.seats.get(spec.worker)
             assert old is None or not old.alive, f"two processes in seat {spec.worker}"
             stamp = Stamp(spec.worker, incarnation, Epoch(self.rng.getrandbits(62) + 2))
+            if self._may_go_wrong(self.settings.bad_starts):
+                self._start_badly(stamp)
+                return
             make = GatewayProcess if spec.role == "gateway" else WorkerProcess
             self.seats[spec.worker] = make(self, stamp, spec.role)
             for other in [*self.seats] if self.settings.half_open and self.now < self.calm_s else ():
                 if self.rng.random() < self.settings.half_open:
+                    self.publications.suspect(spec.worker)  # which may not know whom to tell that it lives
                     self.network.cut(other, spec.worker, self.rng.random() * HALF_OPEN_S)
 
         self.schedule.after(self.rng.random() * self.settings.start_s, begin)
 
+    def _may_go_wrong(self, share: float) -> bool:
+        wrong = share > 0 and self.now < self.calm_s and self.rng.random() < share
+        self.faulty = self.faulty or wrong
+        return wrong
+
+    def _start_badly(self, stamp: Stamp) -> None:
+        """It says so, it dies without a word, or it hangs until its time is over."""
+        how = self.rng.choice(("says so", "dies", "hangs"))
+        self.schedule.note(stamp.worker, f"starts badly: {how}")
+        if how != "hangs":
+            self.schedule.after(0.1, self.controller.start_failed if how == "says so" else self.controller.died, stamp)
+
     def kill_for_sure(self, worker: WorkerId, incarnation: int) -> None:
         """The controller's SIGKILL, and the proof that it worked."""
+        if self._may_go_wrong(self.settings.lost_kills):
+            return
         process = self.seats.get(worker)
         if process is None or process.stamp.incarnation != incarnation:
+            self._killed.add((worker, incarnation))
+            self.schedule.after(KILL_S, self.controller.died, Stamp(worker, incarnation, Epoch(0)))
             return
-        if not self.network.steered:
-            self.publications.kills(process.stamp)
+        assert not self.is_sound(worker), f"{process.stamp} is killed, and nothing was wrong with it"
 
         def strike() -> None:
             process.kill()
@@ -263,6 +287,12 @@ class World:
         self.schedule.note(a, f"clogged towards {b} {seconds:.2f}")
         self.network.clog(a, b, seconds)
 
+    def is_sound(self, worker: WorkerId) -> bool:
+        """It lives, is heard, and always was."""
+        process = self.seats.get(worker)
+        heard = not self.network.steered and self.settings.links.loss < RARE_LOSS
+        return heard and process is not None and process.alive and self.publications.is_sound(worker)
+
     def _is_alive(self, stamp: Stamp) -> bool:
         process = self.seats.get(stamp.worker)
         return process is not None and process.alive and process.stamp == stamp
@@ -313,6 +343,10 @@ class World:
             OWNER if session_id else "",
             request.priority,
         )
+        if session_id and not any(isinstance(one, RequestEnded) for one in effects):
+            twice = RequestId(f"{request.request_id}, again")
+            [busy] = core.submit(twice, request.prompt, request.sampling, 1.0, now, session_id, OWNER)
+            assert isinstance(busy, RequestEnded), f"two turns of {session_id} at once"
         process.carry_out(effects)
 
     def close_session(self, session_id: SessionId, gateway: int) -> None:
@@ -389,6 +423,15 @@ class World:
             for request in requests:
                 assert_thoughts_are_not_cached(self.workers("decode"), request, thinking, prompts)
 
+    def shut_down(self) -> None:
+        """Afterwards nobody is left, and nobody comes back."""
+        self.publications.suspect(*self.seats)
+        self.controller.shut_down()
+        self.schedule.run_until(self.now + SHUT_DOWN_S)
+        left = [process.stamp for process in self._living() if process is not self.controller]
+        assert not left, f"{left} outlive the cluster"
+        assert self.controller.core.finished, "the controller waits for somebody who is gone"
+
     def _living(self) -> list[SimProcess]:
         return [process for process in self.seats.values() if process.alive]
 
@@ -443,4 +486,6 @@ def run_seed(seed: int, keep_trace: bool = False, left_out: Collection[str] = ()
     """One random world, without these of its requests, conversations and faults."""
     world = World(without(random_settings(seed), left_out), seed, keep_trace)
     world.plan_random(left_out)
-    return world.run()
+    report = world.run()
+    world.shut_down()
+    return report
