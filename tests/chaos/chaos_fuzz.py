@@ -82,6 +82,8 @@ def random_value(dice: random.Random, kind: inspect.Type) -> object:
             return None
         case inspect.EnumType(cls=cls):
             return dice.choice(list(cls))
+        case inspect.LiteralType(values=values):
+            return dice.choice(values)
         case inspect.Metadata(type=inner):
             return random_value(dice, inner)
         case inspect.UnionType(types=types):
