@@ -1,8 +1,8 @@
 """Which tokens a grammar lets an answer go on with: masks over the vocabulary, through llguidance.
 
-Owns: the vocabulary as the library reads it, the compiled grammars (at most MAX_COMPILED) and, for each guided row of
-the engine's last step, a matcher that has read the row's answer so far. Never: state that anybody has to move. A mask
-is a function of (grammar, tokens so far) alone: a row that was not in the last step, because it came from another
+Owns: the vocabulary as the library reads it, the compiled grammars (so many, and of so much text) and, for each guided
+row of the engine's last step, a matcher that has read the row's answer so far. Never: state that anybody has to move. A
+mask is a function of (grammar, tokens so far) alone: a row that was not in the last step, because it came from another
 worker or was pushed back, gets a matcher that reads its answer anew.
 
 `explain` and `knows` may be called on any thread; masks are the engine's. Compiling takes milliseconds, the vocabulary
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_COMPILED = 256
+MAX_COMPILED_CHARS = 1 << 20
+"""A compiled grammar takes some hundred bytes for each character of its text."""
 MAX_SHOWN_CHARS = 400
 """Of what the library says about a grammar."""
 MAX_AMBIGUITY: dict[str, int] = {"ebnf": 300}
@@ -143,9 +145,12 @@ class Guides:
             found = "no answer can begin like this"
         with self._lock:
             self._compiled[grammar] = found
-            if len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > MAX_COMPILED or self._compiled_chars() > MAX_COMPILED_CHARS:
                 self._compiled.popitem(last=False)
         return found
+
+    def _compiled_chars(self) -> int:
+        return sum(len(grammar.text) for grammar in self._compiled)
 
     def _load_vocabulary(self) -> Vocabulary | None:
         with self._loading:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.common.engine.fake_model import FAKE_VOCAB_SIZE, fake_vocabulary
-from baton.common.engine.guiding import MAX_COMPILED, Guides, NoVocabulary, TokenMask, Vocabulary
+from baton.common.engine.guiding import MAX_COMPILED, MAX_COMPILED_CHARS, Guides, NoVocabulary, TokenMask, Vocabulary
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.messages import Body, Frame, Grammar, Heartbeat, Offer, SamplingParams, Submit, pack_tokens
 from baton.transfer.compiling import MAX_WAITING, Compiling
@@ -165,6 +165,16 @@ def test_compiled_grammars_are_bounded_and_the_oldest_goes() -> None:
     assert not guides.knows(Grammar(kind="choice", text='["0"]'))
     (mask,) = guides.masks([(0, Grammar(kind="choice", text='["0"]'), ids(b""))])  # compiled anew where it is needed
     assert allowed(mask) == {ord("0")}
+
+
+def test_of_large_grammars_fewer_are_kept() -> None:
+    guides = Guides(fake_vocabulary)
+    large = [Grammar(kind="regex", text=f"{n}(" + "x" * 60_000) for n in range(20)]
+    for grammar in large:
+        assert guides.explain(grammar) != "", "which is known of it, and found soon"
+    kept = [grammar for grammar in large if guides.knows(grammar)]
+    assert kept == large[-len(kept) :]
+    assert sum(len(grammar.text) for grammar in kept) <= MAX_COMPILED_CHARS < 20 * 60_000
 
 
 def test_a_grammar_that_outgrows_a_step_ends_in_no_token() -> None:
