@@ -149,6 +149,7 @@ class Demand(_Value, frozen=True, kw_only=True):
     squares: Count = 0  # of the prompts' tokens
     ended: Count = 0  # requests that were answered
     outputs: Count = 0  # tokens of these answers
+    said: Count = 0  # tokens of all answers, unfinished ones too
     prompts: Count = 0  # tokens of their prompts
     computed: Count = 0  # of which: computed by prefill workers
 

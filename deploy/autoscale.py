@@ -15,13 +15,14 @@ What has been computed, n' requests, goes on to decode. Answers have m tokens, a
     r <- min(max(0, r + n' - t r / (m s)), 2 D B)       late: all of the n while r > D B
 
 with B as many as one worker may run: no step longer than the promised gap, no more KV than its pool. m, and the share
-of prompts that is computed, are those of the last requests. Each split has a *regret*: the requests that were late
-here, and would not have been there. It fades, and is never negative: what was bad for yesterday's demand may be good
-today.
+of prompts that is computed, are those of the last requests (`Shape`). Each split has a *regret*: the requests that were
+late here, and would not have been there. It fades, and is never negative: what was bad for yesterday's demand may be
+good today.
 
     regret <- max(0, fade regret + late here - late there)
 
-Workers go one way at a time, towards the split of the largest regret, when
+Workers go one way at a time, a third of them at most, towards the split of the largest regret (of several, towards the
+one that is strained least: whose q / P T and r / D B are smallest), when
 
 - it is larger than half of the requests that come while a worker is missed, until it has finished what it has and its
   successor has loaded: as much was lost by staying as a change may cost. Who pays that late never pays more than twice
@@ -48,6 +49,9 @@ from baton.deploy.planner.outcome import Slo
 Role = Literal["prefill", "decode"]
 LOST = 0.5
 """Of what comes while a worker is missed."""
+ALIKE = 0.9
+"""Splits whose regrets differ by less are alike: of them the one that is strained least is wanted."""
+STRAIN_HALF_LIFE_S = 15.0
 FEWEST = 8
 """Requests that must have ended before anything is concluded from them."""
 UNBOUND_S = 1e6
@@ -101,6 +105,7 @@ class Shape:
     work_s: float = 0.0
     ended: float = 0.0
     outputs: float = 0.0
+    said: float = 0.0
     prompts: float = 0.0
     computed: float = 0.0
 
@@ -112,9 +117,16 @@ class Shape:
             fade * self.work_s + work_s,
             fade_ended * self.ended + more.ended,
             fade_ended * self.outputs + more.outputs,
+            fade_ended * self.said + more.said,
             fade_ended * self.prompts + more.prompts,
             fade_ended * self.computed + more.computed,
         )
+
+    @property
+    def answer_tokens(self) -> float:
+        """Of answers that ended, long ones come last; all that was said, per answer that ended, is too much while
+        longer ones begin. The geometric mean is between the two, and each of them when nothing changes."""
+        return math.sqrt(self.outputs * max(self.said, self.outputs)) / max(1.0, self.ended)
 
 
 def prefill_s(more: Demand, shape: Shape, policy: Policy) -> tuple[float, float]:
@@ -135,6 +147,7 @@ class Virtual:
 
     queue_s: float = 0.0
     running: float = 0.0
+    strain: float = 0.0  # the larger of q / P T and r / D B, of late the largest
     late: float = 0.0
     regret: float = 0.0
 
@@ -148,13 +161,20 @@ class Virtual:
         passed = served_s * shape.arrived / shape.work_s if shape.work_s else 0.0
         running, most = self._running_after(decode, passed, shape, policy, seconds)
         late = 1.0 if running > most else waits
-        return replace(self, queue_s=queue_s, running=min(running, 2 * most), late=late * more.requests)
+        strain = max(running / most, queue_s / patience_s if patience_s else 0.0)
+        return replace(
+            self,
+            queue_s=queue_s,
+            running=min(running, 2 * most),
+            strain=max(strain, self.strain * 0.5 ** (seconds / STRAIN_HALF_LIFE_S)),
+            late=late * more.requests,
+        )
 
     def _running_after(
         self, decode: int, joined: float, shape: Shape, policy: Policy, seconds: float
     ) -> tuple[float, float]:
         """And as many as may run."""
-        outputs = shape.outputs / max(1.0, shape.ended)
+        outputs = shape.answer_tokens
         prompt = shape.prompts / max(1.0, shape.ended)
         context = prompt + outputs / 2
         most = decode * rows_within(policy, context, prompt + outputs)
@@ -232,7 +252,11 @@ class Scaler:
         if len(seats) != workers or prefill not in choices or self.shape.ended < FEWEST:
             return ()  # somebody is missing, who comes back
         regrets = {split: self.splits[split - 1].regret for split in choices}
-        best = max(choices, key=lambda split: (regrets[split], -abs(split - prefill)))
+        most = max(regrets.values())
+        best = min(
+            (split for split in choices if regrets[split] >= ALIKE * most),
+            key=lambda split: (self.splits[split - 1].strain, abs(split - prefill)),
+        )
         role: Role = "prefill" if best > prefill else "decode"
         if best == prefill or (role != self.changed_to and now - self.changed_s < policy.dwell_s):
             return ()
@@ -248,7 +272,7 @@ class Scaler:
     def _away_s(self, role: Role) -> float:
         """How long a worker that takes this role is missed: it finishes what it has, and its successor loads."""
         policy, shape = self.policy, self.shape
-        finish_s = policy.gap_s * shape.outputs / max(1.0, shape.ended) if role == "prefill" else policy.slo.ttft_s
+        finish_s = policy.gap_s * shape.answer_tokens if role == "prefill" else policy.slo.ttft_s
         return policy.restart_s + (finish_s if finish_s < math.inf else 0.0)
 
 

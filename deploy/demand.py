@@ -1,6 +1,6 @@
 """What a gateway has been asked for, counted for autoscaling. Pure.
 
-`total` is replaced as a whole, so that it may be read on another thread.
+What is counted per request is replaced as a whole, so that it may be read on another thread.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ class DemandMeter:
     """One gateway's."""
 
     def __init__(self) -> None:
-        self.total = Demand()
+        self._counted = Demand()
+        self.said = 0  # tokens; whoever hears them adds them here
+
+    @property
+    def total(self) -> Demand:
+        """From any thread."""
+        return structs.replace(self._counted, said=self.said)
 
     def asked(self, prompt_tokens: int) -> None:
         """A request was admitted."""
-        total = self.total
-        self.total = structs.replace(
+        total = self._counted
+        self._counted = structs.replace(
             total,
             requests=total.requests + 1,
             tokens=total.tokens + prompt_tokens,
@@ -34,8 +40,8 @@ class DemandMeter:
         computed = prompt_tokens
         if timeline is not None:
             computed = max(0, timeline.transferred_tokens - timeline.prefill_cached_tokens)
-        total = self.total
-        self.total = structs.replace(
+        total = self._counted
+        self._counted = structs.replace(
             total,
             ended=total.ended + 1,
             outputs=total.outputs + outputs,

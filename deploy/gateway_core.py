@@ -469,6 +469,7 @@ class GatewayCore:
         if tokens:
             self._prompt_over(request)
             request.outputs.extend(tokens)
+            self._demand.said += len(tokens)
             logprobs = message.logprobs[known - message.first_index :]
             out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs))
         if last:

@@ -212,6 +212,7 @@ class ModelCluster:
     def _first_token(self, job: Job) -> None:
         """From a prefill worker. The decode worker passes it on between two steps."""
         job.answer.first_s = job.decode.heard_s(self.now)
+        self.outcome.said += 1
 
     def _landed(self, job: Job, source: PrefillWorker) -> None:
         source.release(job)

@@ -110,6 +110,7 @@ class Outcome:
     answers: list[Answer] = field(default_factory=list)
     gaps: Gaps = field(default_factory=Gaps)
     busy_s: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
+    said: int = 0  # tokens, so far
     flips: int = 0
 
     @property

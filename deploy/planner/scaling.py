@@ -6,6 +6,8 @@ what it has; it comes back in its other role, with an empty cache, `restart_s` a
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from baton.common.ids import WorkerId
 from baton.deploy.autoscale import Flip, Policy, Scaler, Seat
 from baton.deploy.planner.cluster import Knobs, ModelCluster, Split
@@ -36,8 +38,9 @@ class ScaledCluster:
     def _look(self) -> None:
         cluster, now = self.cluster, self.cluster.now
         self._finish_changes(now)
+        demand = structs.replace(cluster.demand, said=cluster.outcome.said)
         changing = bool(self._leaving) or now < self._back_s
-        self._scaler, flips = self._scaler.look(cluster.demand, self._seats(), changing, now)
+        self._scaler, flips = self._scaler.look(demand, self._seats(), changing, now)
         for flip in flips:
             self.flips.append((now, flip))
             worker = cluster.prefill.get(flip.worker) or cluster.decode[flip.worker]

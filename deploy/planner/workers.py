@@ -256,6 +256,7 @@ class DecodeWorker:
         self._outcome.busy_s["decode"] += took_s
         if self.running:
             self._outcome.gaps.add(took_s / steps, steps * self.running - len(self._joined))
+        self._outcome.said += steps * self.running
         self._steps += steps
         self._keys += steps * self.running
         self._stalls += self._slow_steps(steps)

@@ -28,7 +28,17 @@ def test_a_meter_counts_what_was_asked_for_and_what_came_of_it() -> None:
     meter.asked(4)
     meter.answered(10, 3, Timeline(transferred_tokens=8, prefill_cached_tokens=6))
     meter.answered(4, 1, None)
-    expected = {"requests": 2, "tokens": 14, "squares": 116, "ended": 2, "outputs": 4, "prompts": 14, "computed": 6}
+    meter.said += 9
+    expected = {
+        "requests": 2,
+        "tokens": 14,
+        "squares": 116,
+        "ended": 2,
+        "outputs": 4,
+        "said": 9,
+        "prompts": 14,
+        "computed": 6,
+    }
     assert structs.asdict(meter.total) == expected
 
 
