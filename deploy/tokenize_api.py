@@ -5,11 +5,12 @@ Owns: their requests and replies. Never: asks a worker.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from baton.deploy.chat_messages import ChatMessage, chars_of, conversation
+from baton.deploy.chat_messages import ChatMessage, Tools, chars_of, conversation
 from baton.deploy.json_bodies import decode_object, parse, refusal
 from baton.deploy.openai_api import TokenId
 from baton.deploy.tokenizer import ServedModel, encode_aside
@@ -41,6 +42,7 @@ class TokenizeChat(_Tokenize, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A conversation as /v1/chat/completions takes it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: Tools | None = None
 
 
 class Tokenized(Struct, frozen=True, kw_only=True):
@@ -78,7 +80,8 @@ async def _encode(model: ServedModel, request: TokenizePrompt | TokenizeChat) ->
     if request.add_special_tokens:
         raise refusal("add_special_tokens", "a chat template writes its own")
     messages = conversation(request.messages)
-    return await encode_aside(chars_of(request.messages), model.encode_chat, messages)
+    tools = [tool.as_template_input() for tool in request.tools or ()] or None
+    return await encode_aside(chars_of(request.messages), partial(model.encode_chat, tools=tools), messages)
 
 
 def detokenize(model: ServedModel, body: bytes) -> Detokenized:

@@ -216,6 +216,13 @@ def test_a_model_that_decides_to_call(talker: Served) -> None:
     assert calls_of(one.choices[0].message) == BOTH[:1]
 
 
+def test_tokenize_shows_what_a_model_is_told_of_tools(talker: Served) -> None:
+    client_of(talker).chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
+    body = {"messages": ASK, "tools": TOOLS}
+    tokens = talker.http.post("/tokenize", json=body).json()["tokens"]
+    assert tokens == unpack_tokens(talker.worker.submits[-1].prompt).tolist()
+
+
 def test_without_tools_or_with_none_wanted_calls_are_text(talker: Served) -> None:
     unwanted: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}]
     for fields in unwanted:
