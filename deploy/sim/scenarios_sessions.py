@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from baton.common.engine.fake_runner import StepCost
-from baton.common.ids import WorkerId
+from baton.common.engine.fake_runner import StepCost, fake_answer
+from baton.common.ids import NO_SESSION, WorkerId
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.prefix.interface import I32
 from baton.common.units import page_floor
@@ -103,7 +103,7 @@ def session_that_moves(seed: int) -> Scenario:
 
 def session_that_is_lost(seed: int) -> Scenario:
     """A turn comes after its session's time: it is computed anew, or refused by that name, as was asked for."""
-    how: Literal["fail", "prefill"] = "fail" if seed % 2 else "prefill"
+    how: Literal["fail", "prefill"] = "prefill" if seed % 2 else "fail"
     decode = replace(CONVERSING, session_ttl_s=1.0, lost_session=how)
     plan = Plan(replace(BASE, decode=1, decode_config=decode), seed)
     prompt = np.random.default_rng([seed, 5]).integers(0, 258, 22).astype(np.int32)
@@ -159,6 +159,24 @@ def session_goes_below(seed: int) -> Scenario:
     return Scenario(plan.world, reached)
 
 
+def thoughts_are_forgotten(seed: int) -> Scenario:
+    """A model begins to think in the middle of its answer, in a session or not: what comes of it is not cached."""
+    prompt = np.random.default_rng([seed, 10]).integers(0, 258, 21 + seed % 4).astype(np.int32)
+    request = asking("thinks", prompt, tokens=24, session=SESSION if seed % 2 else NO_SESSION)
+    thinking = fake_answer(prompt, request.sampling, BASE.max_context_len).tokens[2]
+    decode = replace(CONVERSING, session_ttl_s=1.0)
+    plan = Plan(replace(BASE, decode=1, thinking_token_id=thinking, decode_config=decode), seed)
+    plan.enter(request, FIRST_S).begins_session = bool(seed % 2)
+    scenario = plan.ready()
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        kept = [worker.pool.match_len(request.known) for worker in plan.world.workers("decode")]
+        must(max(kept) > 0, "nothing of it was cached")
+
+    return Scenario(plan.world, reached)
+
+
 def _sessions(worker: WorkerProcess) -> list[Holding]:
     return [one for one in worker.core.holdings() if one.owner_class is OwnerClass.SESSION]
 
@@ -168,4 +186,5 @@ SCENARIOS = (
     session_that_moves,
     session_that_is_lost,
     session_goes_below,
+    thoughts_are_forgotten,
 )

@@ -23,8 +23,10 @@ from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.window import SlidingWindow
 from baton.common.units import page_floor
-from baton.decode import admission
+from baton.decode import admission, retract
+from baton.decode.admission import Admission
 from baton.decode.answers import Answers
+from baton.decode.caching import Caching
 from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
 from baton.decode.request import DecodeRequest, Done, Incoming, Restoring
@@ -32,6 +34,7 @@ from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
 from baton.decode.storing import Stores
+from baton.decode.waiting import WaitingRequests
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
@@ -576,6 +579,64 @@ def wait_for_what_does_not_come(patch):
     patch.setattr(Stalls, "look", lambda self, now: [])
 
 
+def wait_for_somebody_to_end(patch):
+    """What the tree gives back when a prompt is offered to it is no news for those who wait for pages."""
+    patch.setattr(
+        Caching,
+        "_offer",
+        lambda self, request, tokens, length: self._pool.cache_finished_req(request, tokens, kv_len_to_handle=length),
+    )
+
+
+def begin_to_count_anew(patch):
+    """One who comes back, ahead of all others, ends the count of those who have overtaken a large request."""
+    admit = Admission.admit
+
+    def mutated(self, queue, active):
+        candidates = list(queue)
+        if candidates and candidates[0].retracted:
+            self._head = None
+        return admit(self, candidates, active)
+
+    patch.setattr(Admission, "admit", mutated)
+
+
+def push_back_the_dearest(patch):
+    """Who has the most to bring back gives way."""
+    patch.setattr(retract, "choose_victim", lambda running: choose_dearest(running) if len(running) > 1 else None)
+
+
+def choose_dearest(running):
+    return max(running, key=lambda one: one.record.kv_committed_len - one.record.cache_protected_len)
+
+
+def put_back_behind_all(patch):
+    """Who was pushed back waits behind those who have never run."""
+
+    def mutated(self, request):
+        self._queue.append(request)
+        self.stir()
+
+    patch.setattr(WaitingRequests, "put_back", mutated)
+
+
+def cache_thoughts(patch):
+    """An answer is cached whether the model was thinking or not."""
+    patch.setattr(DecodeRequest, "effective_kv_committed_len", property(lambda self: self.record.kv_committed_len))
+
+
+def keep_what_a_session_had(patch):
+    """What a session leaves in the tree is not given to the tiers."""
+
+    def mutated(self, session_id):
+        slot = self._slots.pop(session_id, None)
+        if slot is not None:
+            self._pool.release_kv_cache(slot, slot.tokens, effective_len=slot.effective_len)
+        return slot is not None
+
+    patch.setattr(Sessions, "close", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -623,6 +684,12 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     believe_in_half_a_store,
     store_what_was_restored,
     store_what_was_only_planned,
+    wait_for_somebody_to_end,
+    begin_to_count_anew,
+    push_back_the_dearest,
+    put_back_behind_all,
+    cache_thoughts,
+    keep_what_a_session_had,
     wait_for_what_does_not_come,
 ]
 
