@@ -21,13 +21,16 @@ from baton.deploy.client import Answer, AsyncClient
 from baton.deploy.launch import launch
 
 ALONE = 12
-ALONE_TOKENS = 64
 WARM_UP = 3
 STREAMS = 4
-STREAM_PROMPT_TOKENS = 64
 STREAM_TOKENS = 100
-BESIDE_TOKENS = 512
-"""Of the prompts that keep the prefill worker busy beside the streams; at most what its step takes."""
+SHORT_WORDS = 48
+LONG_WORDS = 400
+"""Of the prompts that keep the prefill worker busy beside the streams; at most what fits into one of its steps, with
+some more tokens than words."""
+TOKENS_PER_WORD = 1.25
+WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "that", "on", "with", "as", "are", "by", "this", "from")
+"""Each is a token to most models, which go on in words then: a token is a piece of text that a client sees at once."""
 SLOW_IS_NOT_DEAD_S = 20.0
 
 
@@ -58,50 +61,55 @@ def measure_service(config: ClusterConfig) -> MeasuredService:
         )
         handle = launch(served)
         try:
-            return asyncio.run(measure_at(handle.gateway_url, min(BESIDE_TOKENS, config.prefill_worker.chunk_tokens)))
+            words = min(LONG_WORDS, int(config.prefill_worker.chunk_tokens / TOKENS_PER_WORD))
+            return asyncio.run(measure_at(handle.gateway_url, words))
         finally:
             handle.shutdown()
 
 
-async def measure_at(url: str, prompt_tokens: int) -> MeasuredService:
-    """Of the cluster whose gateway is there."""
+async def measure_at(url: str, words: int) -> MeasuredService:
+    """Of the cluster whose gateway is there. `words`: of a long prompt."""
     rng = random.Random(1)
     async with AsyncClient(url) as client:
-        alone = [await _first_token_s(client, rng) for _ in range(WARM_UP + ALONE)]
-        streams = [asyncio.ensure_future(_stream(client, rng)) for _ in range(STREAMS)]
+        alone = [await _ask(client, rng, 2) for _ in range(WARM_UP + ALONE)]
+        streams = [asyncio.ensure_future(_ask(client, rng, STREAM_TOKENS)) for _ in range(STREAMS)]
         prompts: list[Answer] = []
         while not any(one.done() for one in streams):
-            prompts.append(await client.complete(_prompt(rng, prompt_tokens), max_tokens=1, temperature=0))
-        gaps_s = [gap for times in await asyncio.gather(*streams) for gap in np.diff(times).tolist()]
+            prompts.append(await client.complete(_prompt(rng, words), max_tokens=1, temperature=0))
+        streamed = await asyncio.gather(*streams)
     return MeasuredService(
-        first_token_s=float(np.median(alone[WARM_UP:])),
-        prompt_tokens=prompt_tokens,
+        first_token_s=float(np.median([one.first_s - one.answer.timeline.prefill_s for one in alone[WARM_UP:]])),
+        prompt_tokens=int(np.median([one.prompt_tokens for one in prompts])),
         prompt_s=float(np.median([one.timeline.prefill_s for one in prompts])),
         rows=STREAMS,
-        keys=STREAMS * (STREAM_PROMPT_TOKENS + STREAM_TOKENS // 2),
-        gap_s=float(np.median(gaps_s)),
+        keys=sum(one.answer.prompt_tokens + one.answer.completion_tokens // 2 for one in streamed),
+        gap_s=float(np.median([one.gap_s for one in streamed])),
     )
 
 
-def _prompt(rng: random.Random, tokens: int) -> list[int]:
-    """That no cache has. Ids that any vocabulary has."""
-    return [rng.randrange(1, 256) for _ in range(tokens)]
+def _prompt(rng: random.Random, words: int) -> str:
+    """That no cache has."""
+    return " ".join(rng.choices(WORDS, k=words))
 
 
-async def _first_token_s(client: AsyncClient, rng: random.Random) -> float:
-    started, first_s = time.perf_counter(), 0.0
-    async with client.stream(_prompt(rng, ALONE_TOKENS), max_tokens=2, temperature=0, ignore_eos=True) as stream:
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An answer by its client, and when its text came."""
+
+    answer: Answer
+    first_s: float
+    last_s: float
+
+    @property
+    def gap_s(self) -> float:
+        """On average: a piece of text may be of several tokens."""
+        return (self.last_s - self.first_s) / max(1, self.answer.completion_tokens - 1)
+
+
+async def _ask(client: AsyncClient, rng: random.Random, tokens: int) -> _Seen:
+    """A short prompt."""
+    started, times = time.perf_counter(), list[float]()
+    async with client.stream(_prompt(rng, SHORT_WORDS), max_tokens=tokens, temperature=0, ignore_eos=True) as stream:
         async for _ in stream:
-            first_s = first_s or time.perf_counter() - started
-        timeline = stream.answer.timeline
-    return first_s - timeline.prefill_s
-
-
-async def _stream(client: AsyncClient, rng: random.Random) -> list[float]:
-    """When its tokens came."""
-    times: list[float] = []
-    prompt = _prompt(rng, STREAM_PROMPT_TOKENS)
-    async with client.stream(prompt, max_tokens=STREAM_TOKENS, temperature=0, ignore_eos=True) as stream:
-        async for _ in stream:
-            times.append(time.perf_counter())
-    return times
+            times.append(time.perf_counter() - started)
+        return _Seen(stream.answer, times[0], times[-1])
