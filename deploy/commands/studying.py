@@ -32,7 +32,7 @@ def calibrate(
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="The cost file.")] = Path("baton-cost.json"),
 ) -> None:
-    """Measure this machine, for `baton plan`. What steps and hand-offs take: a minute, best while it is idle."""
+    """Measure this machine, for `baton plan`. What steps and hand-offs take: two minutes, best while it is idle."""
     from baton.deploy.planner.calibrate import calibrate as measure
     from baton.deploy.planner.command import told_cost, write_cost
     from baton.deploy.serve import decide
