@@ -22,6 +22,7 @@ from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
 from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.window import SlidingWindow
+from baton.common.messages import Ack
 from baton.common.units import page_floor
 from baton.decode import admission, retract
 from baton.decode.admission import Admission
@@ -36,7 +37,7 @@ from baton.decode.sessions import Sessions
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
 from baton.deploy.controller_core import ControllerCore
-from baton.deploy.controller_seats import KillWorker, Vacant
+from baton.deploy.controller_seats import Killing, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.session_book import SessionBook
 from baton.deploy.sim.data_plane import SimDataPlane
@@ -51,8 +52,10 @@ from baton.transfer.api import SourceAborted, SourceStopping
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.membership import Roster
 from baton.transfer.session import sink, source
+from baton.transfer.session.book import SessionBook as HandoffBook
 from baton.transfer.session.effects import EngineEvent, Landed
 from baton.transfer.session.sink_states import Receiving
+from baton.transfer.session.source_states import Sending
 from baton.transfer.session.step import PeerDead
 from baton.transfer.stalls import Stalls
 
@@ -637,6 +640,71 @@ def keep_what_a_session_had(patch):
     patch.setattr(Sessions, "close", mutated)
 
 
+def leave_the_end_to_a_re_send(patch):
+    """A sink that has ended does not send Cancel until it would send it again."""
+    draining = sink._draining
+
+    def mutated(state, event, now, rules):
+        step = draining(state, event, now, rules)
+        return msgspec.structs.replace(step, effects=tuple(one for one in step.effects if isinstance(one, EngineEvent)))
+
+    patch.setattr(sink, "_draining", mutated)
+
+
+def begin_what_was_cancelled(patch):
+    """A Cancel that comes before its Offer is answered, and not remembered."""
+    patch.setattr(HandoffBook, "bury_unasked", lambda self, key, state, now: None)
+
+
+def take_credit_back(patch):
+    """An acknowledgement that was overtaken by a later one lowers the credit again."""
+    sending = source._sending
+
+    def mutated(state, event, now, rules):
+        step = sending(state, event, now, rules)
+        if isinstance(event, Ack) and isinstance(step.state, Sending):
+            return msgspec.structs.replace(step, state=msgspec.structs.replace(step.state, credit=event.credit))
+        return step
+
+    patch.setattr(source, "_sending", mutated)
+
+
+def go_back_to_an_older_view(patch):
+    """A membership that was overtaken by a newer one is believed."""
+    on_membership = Roster.on_membership
+
+    def mutated(self, controller, membership, now):
+        self._source = (-1, -1)
+        return on_membership(self, controller, membership, now)
+
+    patch.setattr(Roster, "on_membership", mutated)
+
+
+def overlook_a_death_behind_a_successor(patch):
+    """A process counts as dead when its seat is empty, not when another one sits there."""
+    on_membership = Endpoint.on_membership
+
+    def mutated(self, view, now):
+        after = {member.stamp.worker: member.stamp for member in view.members}
+        self._members = {worker: after.get(worker, stamp) for worker, stamp in self._members.items()}
+        return on_membership(self, view, now)
+
+    patch.setattr(Endpoint, "on_membership", mutated)
+
+
+def unlist_before_the_proof(patch):
+    """A process that is to be killed is published no more, though it is not proven dead."""
+    membership = ControllerCore.membership
+
+    def mutated(self):
+        dying = {seat.spec.worker for seat in self._seats.values() if isinstance(seat.state, Killing)}
+        told = membership(self)
+        members = tuple(one for one in told.members if one.stamp.worker not in dying)
+        return msgspec.structs.replace(told, members=members)
+
+    patch.setattr(ControllerCore, "membership", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -691,6 +759,12 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     cache_thoughts,
     keep_what_a_session_had,
     wait_for_what_does_not_come,
+    leave_the_end_to_a_re_send,
+    begin_what_was_cancelled,
+    take_credit_back,
+    go_back_to_an_older_view,
+    overlook_a_death_behind_a_successor,
+    unlist_before_the_proof,
 ]
 
 
