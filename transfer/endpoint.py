@@ -58,6 +58,7 @@ from baton.transfer.api import (
     SinkFailed,
     SourceCommand,
 )
+from baton.transfer.membership import SPEAKS_TO
 from baton.transfer.plan import NO_LAYERS, Segment, Span, segments_of, unit_ids
 from baton.transfer.session import sink, source
 from baton.transfer.session.book import HISTORY_LENGTH, Machine, SessionBook, Transition
@@ -135,7 +136,8 @@ class Endpoint:
         self._layout = layout
         self._lanes = frozenset(lanes)
         self._max_live_sources = max_live_sources
-        self._members: dict[WorkerId, Stamp] = {}
+        self._listed: dict[WorkerId, Stamp] = {}
+        self._members: dict[WorkerId, Stamp] = {}  # those of them that hand-offs are made with
         # Tags are unique in this process, and almost surely over restarts on the same address.
         self._first_tag = (stamp.epoch % (1 << (63 - TAG_BITS))) << TAG_BITS
         self._tags_used = 0
@@ -206,9 +208,15 @@ class Endpoint:
 
     def on_membership(self, view: MembershipView, now: float) -> list[EndpointEffect]:
         """The whole view, views in order. A process that it does not list is proven dead: it reads nothing any more."""
-        before = self._members.values()
-        self._members = {member.stamp.worker: member.stamp for member in view.members}
-        dead = {stamp for stamp in before if self._members.get(stamp.worker) != stamp}
+        before = self._listed.values()
+        self._listed = {member.stamp.worker: member.stamp for member in view.members}
+        dead = {stamp for stamp in before if self._listed.get(stamp.worker) != stamp}
+        # A seat may have a process of the other role by now, and an engine that has not heard of it asks it for pages.
+        own = next((member.role for member in view.members if member.stamp == self._stamp), "")
+        partners = SPEAKS_TO.get(own)
+        self._members = {
+            member.stamp.worker: member.stamp for member in view.members if partners is None or member.role in partners
+        }
         effects: list[EndpointEffect] = []
         effects += self._sinks.apply_to_peers(dead.__contains__, PeerDead(), now, ended_too=True)
         effects += self._sources.apply_to_peers(dead.__contains__, PeerDead(), now, ended_too=True)
