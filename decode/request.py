@@ -141,9 +141,10 @@ class DecodeRequest:
     @property
     def effective_kv_committed_len(self) -> int:
         """How much of its valid KV other requests may find: all of it, or, when it is known to have been thinking, only
-        the prompt's: the next turn of a conversation does not repeat the thoughts."""
-        committed = self.record.kv_committed_len
-        return min(committed, len(self.prompt)) if self._thought else committed
+        the prompt's: the next turn of a conversation does not repeat the thoughts. What is the tree's stays there: one
+        who comes back may find his own thoughts, where somebody has asked with them."""
+        committed, protected = self.record.kv_committed_len, self.record.cache_protected_len
+        return max(protected, min(committed, len(self.prompt))) if self._thought else committed
 
     @property
     def _thought(self) -> bool:

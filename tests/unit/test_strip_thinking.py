@@ -56,6 +56,18 @@ def test_a_stream_that_continues_here_does_not_publish_its_earlier_thoughts() ->
     assert cached_after(ANSWER[3], outputs=ANSWER[:12]) == 20
 
 
+def test_a_stream_may_find_its_own_thoughts_where_somebody_has_asked_with_them() -> None:
+    rig = Rig(decode_engine(64, 4))
+    rig.submit("asks", KNOWN[:40], SamplingParams(max_tokens=1))
+    rig.settle()
+    rig.gateway.tokens["r"] = ANSWER[:25]
+    rig.submit("r", PROMPT, SAMPLING, ANSWER[:25], thinking_token_id=ANSWER[3])
+    rig.settle()
+    assert rig.gateway.finals["r"].failure is None
+    assert rig.decode.pool.match_len(KNOWN) == 40, "what was there stays, and nothing is added"
+    rig.assert_clean()
+
+
 def test_a_session_keeps_thoughts_to_itself() -> None:
     rig = Rig(decode_engine(64, 4))
     rig.submit("s0", PROMPT, SAMPLING, session=("s", 0), thinking_token_id=ANSWER[3])
