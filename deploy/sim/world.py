@@ -40,6 +40,7 @@ HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
 SHORT_S = 10.0
 SHUT_DOWN_S = 5.0
+REPORT_AGAIN_S = 2.0
 RARE_LOSS = 0.03
 """Of so few heartbeats there are never so many lost, one after the other, that anybody is missed."""
 REST_S = 55.0
@@ -172,7 +173,7 @@ class World:
 
         def strike() -> None:
             process.kill()
-            self.controller.died(process.stamp)
+            self._report_death(process.stamp)
 
         self.schedule.after(self.rng.random() * KILL_S, strike)
 
@@ -187,7 +188,12 @@ class World:
         self.probe("crash", process)
         process.kill()
         if seen:
-            self.schedule.after(self.rng.random() * 0.5, lambda: self.controller.died(process.stamp))
+            self.schedule.after(self.rng.random() * 0.5, self._report_death, process.stamp)
+
+    def _report_death(self, stamp: Stamp) -> None:
+        """And once more, when a successor may live."""
+        self.controller.died(stamp)
+        self.schedule.after(REPORT_AGAIN_S, lambda: self.controller.died(stamp))
 
     def crash_controller(self, down_s: float) -> None:
         """It dies, and a successor rebuilds its view from those who are there."""
