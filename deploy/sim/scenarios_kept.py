@@ -144,6 +144,23 @@ def duplicates_make_room(seed: int) -> Scenario:
     return plan.ready("somebody waited for a page")
 
 
+def cancel_stops_the_work(seed: int) -> Scenario:
+    """A client leaves in the middle of a long answer: nothing is computed or kept for it a moment later."""
+    plan = Plan(replace(BASE, decode=1, step=StepCost(0.05)), seed)
+    request = plan.request(20, max_tokens=90)
+    plan.world.schedule.at(FIRST_S + 1.0, plan.world.cancel, request)
+
+    def look() -> None:
+        held = [one.owner_id for worker in plan.world.workers("decode") for one in worker.core.holdings()]
+        assert not held, f"{held} is held for nobody"
+        plan.note("it had begun" if request.tokens else "it had not")
+
+    plan.world.schedule.at(FIRST_S + 1.5, look)
+    scenario = plan.ready("it had begun")
+    plan.world.calm_s = FIRST_S + 2.0
+    return scenario
+
+
 def asked_again(seed: int) -> Scenario:
     """A prompt comes again, and nothing was evicted: all whole pages but the one with its last token are found, on
     one of the workers; those of the answer, too, where a model's layers all attend to everything."""
@@ -322,6 +339,7 @@ SCENARIOS = (
     pushed_back_when_planned,
     grows_beside_a_hand_off,
     duplicates_make_room,
+    cancel_stops_the_work,
     asked_again,
     cheapest_gives_way,
     tier_too_slow,
