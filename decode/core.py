@@ -112,7 +112,6 @@ class DecodeCore:
                         self._on_cancel(sender, body, now)
                     case CloseSession():
                         self._parts.sessions.close(SessionId(body.session_id))
-                        self._parts.waiting.stir()
                     case Resume():
                         self._on_resume(sender, body)
                     case FinishAck():
@@ -246,7 +245,7 @@ class DecodeCore:
             elif allocation.reason is RefusalReason.TOO_LONG:
                 self._answers.fail(request, ErrorCode.OUT_OF_PAGES, "prompt and answer outgrew this worker's pool", now)
             elif allocation.reason is not RefusalReason.NO_ROW and self._retraction.give_up_session(now):
-                self._parts.waiting.stir()  # who waits goes before who may come back
+                pass  # who waits goes before who may come back: he is asked again
             else:
                 request.times.refused(now)
 

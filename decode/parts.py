@@ -47,10 +47,10 @@ class Parts:
         self.outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
         self.stores = Stores(pool, page_keys, tiers)
         self.restores = Restores(pool, page_keys, tiers)
-        self.caching = Caching(
-            pool, self.stores, lambda: self.lacking, self.commands.extend, lambda: self.waiting.stir()
+        self.caching = Caching(pool, self.stores, lambda: self.lacking, self.commands.extend, self._on_freed)
+        self.sessions = Sessions(
+            pool, config.max_sessions, config.session_ttl_s, self.caching.keep_below, self._on_freed
         )
-        self.sessions = Sessions(pool, config.max_sessions, config.session_ttl_s, self.caching.keep_below)
         self.waiting = WaitingRequests(pool, config, self.sessions)
         self.handoffs = Handoffs(stamp.epoch)
         self.peers = Peers()
@@ -65,6 +65,9 @@ class Parts:
         """It is, when nobody uses its pages any more, and its gateway knows how it ended or never will."""
         if request.final_over and isinstance(request.state, Done):
             del self.requests[request.key]
+
+    def _on_freed(self) -> None:
+        self.waiting.stir()
 
     def _on_final_over(self, request: DecodeRequest) -> None:
         request.final_over = True

@@ -44,11 +44,20 @@ class SessionSlot:
 
 
 class Sessions:
-    """Oldest first: the order in which slots are given up. `on_cached` hears what a slot left in the prefix cache."""
+    """Oldest first: the order in which slots are given up. `on_cached` hears what a slot left in the prefix cache,
+    `on_freed` that a row and pages came back, whatever ended it."""
 
-    def __init__(self, pool: KvPool, limit: int, ttl_s: float, on_cached: Callable[[I32], None]) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        limit: int,
+        ttl_s: float,
+        on_cached: Callable[[I32], None],
+        on_freed: Callable[[], None],
+    ) -> None:
         self._pool = pool
         self._on_cached = on_cached
+        self._on_freed = on_freed
         self._limit = limit
         self._ttl_s = ttl_s
         self._slots: dict[SessionId, SessionSlot] = {}
@@ -99,6 +108,7 @@ class Sessions:
         if slot is not None:
             self._pool.release_kv_cache(slot, slot.tokens, effective_len=slot.effective_len)
             self._on_cached(slot.tokens[: slot.effective_len])
+            self._on_freed()
         return slot is not None
 
     def release_oldest(self) -> bool:

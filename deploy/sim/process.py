@@ -170,6 +170,7 @@ class MemberProcess(SimProcess):
             return
         if sender.worker == CONTROLLER:
             if isinstance(body, Membership):
+                self.world.publications.heard(self.stamp, body)
                 self._apply(self.roster.on_membership(sender, body, self.now))
             return
         changes = self.roster.on_heard(sender, self.now)

@@ -58,6 +58,7 @@ class PublicationWatch:
     def __init__(self, is_alive: Callable[[Stamp], bool]) -> None:
         self._is_alive = is_alive
         self._last = Membership(version=0, members=())
+        self._heard: dict[Stamp, set[Stamp]] = {}
         self._suspects: set[WorkerId] = set()
 
     def published(self, membership: Membership) -> None:
@@ -66,13 +67,20 @@ class PublicationWatch:
         now = {member.stamp for member in membership.members}
         before = {member.stamp for member in last.members}
         assert membership.version > last.version or now == before, f"two views of version {membership.version}"
-        missing = [stamp for stamp in before - now if self._is_alive(stamp)]
+        missing = [stamp for stamp in before - now if self._is_alive(stamp) and self._is_known(stamp)]
         assert not missing, f"{missing} are alive, and published no more"
         self._last = membership
 
     def is_sound(self, worker: WorkerId) -> bool:
         """Nothing has happened to it."""
         return worker not in self._suspects
+
+    def heard(self, by: Stamp, membership: Membership) -> None:
+        """What nobody has heard who lives was never said: it binds no successor of its controller."""
+        self._heard[by] = {member.stamp for member in membership.members}
+
+    def _is_known(self, stamp: Stamp) -> bool:
+        return any(stamp in listed and self._is_alive(by) for by, listed in self._heard.items())
 
     def suspect(self, *workers: WorkerId) -> None:
         """Something has happened to them that may look like death from outside."""

@@ -178,10 +178,15 @@ class WorkerProcess(MemberProcess):
             if isinstance(event, MembershipView):
                 self._view.told(event)
             self._post(core.handle(event, now))
+            self._look_who_waits()
         due_s = core.next_deadline()
         if due_s is not None and due_s <= now:
             self._post(core.on_timer(now))
-        records = core.records()
+            self._look_who_waits()
+
+    def _look_who_waits(self) -> None:
+        """After each event by itself: who was let in with the first may not count with what came of the second."""
+        core, records = self.core, self.core.records()
         if isinstance(core, DecodeCore):
             self._admissions.look(core, records)
         elif isinstance(core, PrefillCore):
@@ -202,6 +207,7 @@ class WorkerProcess(MemberProcess):
         self._computing = self._stages = None
         self.world.probe("step_over", (self, self._step_began_s))
         self._post(self.core.on_step(result, self.now))
+        self._look_who_waits()
         self._turn()
 
     def _post(self, effects: Iterable[object]) -> None:

@@ -279,3 +279,25 @@ def test_drain_gives_sessions_up() -> None:
     rig.run(rig.decode.handle(Drain()))
     assert slots(rig) == []
     rig.assert_clean()
+
+
+@pytest.mark.parametrize("end", ["expired", "closed", "drained"])
+def test_whoever_waits_is_asked_when_a_session_ends(end: str) -> None:
+    """The session has the last row; nothing else happens afterwards that would have somebody look again."""
+    rig = Rig(decode_engine(rows=1, session_ttl_s=100.0))
+    turn(rig, 0, prompt_of(9))
+    rig.submit("waits", prompt_of(9, 1))
+    rig.settle()
+    assert "waits" not in rig.gateway.finals
+    if end == "expired":
+        due_s = rig.decode.core.next_deadline()
+        assert due_s is not None
+        rig.run(rig.decode.pass_time(due_s - rig.decode.now))
+    elif end == "closed":
+        rig.tell(CloseSession(session_id=SessionId(SESSION)))
+    else:
+        rig.run(rig.decode.handle(Drain()))
+    assert not slots(rig)
+    assert rig.decode.core.queued == 0
+    rig.settle()
+    assert said(rig, "waits") == fake_generate(prompt_of(9, 1), GREEDY, len(said(rig, "waits")))
