@@ -9,9 +9,10 @@ import pytest
 
 from baton.common.config import PrefillConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost
-from baton.deploy.sim.plan import BASE, FIRST_S, Plan, second_of
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, second_of, worker_of
+from baton.deploy.sim.world import World
 from baton.prefill.pipelining import SHORT_TAIL_S
-from baton.transfer.api import FinishSource, SinkCommitted
+from baton.transfer.api import SinkCommitted
 
 PROMPT, LAYERS = 120, 8
 BYTES_PER_TOKEN = 32 << 10
@@ -45,16 +46,20 @@ def delays(groups: int | Literal["adaptive"], pull_lane: float) -> list[float]:
         plan.request(PROMPT, at_s=FIRST_S + 3.0 * number)
     computed: list[float] = []
     committed: list[float] = []
-    plan.world.on("command", lambda world, it: note(second_of(it), FinishSource, computed, world.now))
-    plan.world.on("engine_event", lambda world, it: note(second_of(it), SinkCommitted, committed, world.now))
+
+    def step_over(world: World, details: object) -> None:
+        if worker_of(details, "prefill") is not None:
+            computed.append(world.now)
+
+    def engine_event(world: World, details: object) -> None:
+        if isinstance(second_of(details), SinkCommitted):
+            committed.append(world.now)
+
+    plan.world.on("step_over", step_over)
+    plan.world.on("engine_event", engine_event)
     scenario = plan.ready()
     scenario.reached(scenario.world.run())
     return [end - begin for begin, end in zip(computed, committed, strict=True)]
-
-
-def note(what: object, kind: type, times: list[float], now: float) -> None:
-    if isinstance(what, kind):
-        times.append(now)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
