@@ -126,6 +126,7 @@ class Answers:
                 raise AssertionError(f"{request.key} has let go already: {request.state}")
             case _:
                 assert_never(request.state)
+        parts.waiting.stir()  # who leaves grows no more: that may be room for somebody
 
     def done(self, request: DecodeRequest, now: float) -> None:
         """Nobody else uses its pages: they stay with the session; else what is valid goes to the tree and the rest is

@@ -113,8 +113,9 @@ class AdmissionOracle:
             return
         for component in self._pool.layout.paged:
             growth = sum(self._grown(component, one, self._reserved_tokens) for one in active)
+            # Of several, nobody knows here who already ran when the last one was let in.
             before = [one for one in active if one.running and one.record.req_pool_idx not in new]
-            room = max(growth, self._lacking_alone(component, before))
+            room = max(growth, self._lacking_alone(component, before)) if len(new) == 1 else growth
             available = self._pool.parts.available(component)
             assert room <= available, f"let in with {available} {component} pages left, where {room} may be needed"
 

@@ -69,6 +69,7 @@ def exchanged_while_computed(seed: int) -> Scenario:
 def pushed_back_when_planned(seed: int) -> Scenario:
     """Every token takes a page, and a long turn of a session, which nobody pushes back, lacks one. Who gives way has
     been promised his next one: that position was not computed, and nobody finds it, neither in the tree nor below."""
+    seed = 2 * seed + 4  # with these lengths what gives way ends within a page
     decode = replace(CONVERSING, num_reserved_decode_tokens=0)
     settings = replace(BASE, decode=1, page_size=1, decode_pages=84, prefill_pages=200, decode_config=decode)
     plan = Plan(replace(settings, tiers=TIERS, tier_loss=0.0, tier_page_s=0.02, step=StepCost(0.02)), seed)

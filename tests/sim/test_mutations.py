@@ -686,7 +686,7 @@ def overlook_a_death_behind_a_successor(patch):
 
     def mutated(self, view, now):
         after = {member.stamp.worker: member.stamp for member in view.members}
-        self._members = {worker: after.get(worker, stamp) for worker, stamp in self._members.items()}
+        self._listed = {worker: after.get(worker, stamp) for worker, stamp in self._listed.items()}
         return on_membership(self, view, now)
 
     patch.setattr(Endpoint, "on_membership", mutated)
