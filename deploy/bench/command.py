@@ -26,9 +26,10 @@ from baton.deploy.bench.load import Sent, Target, first_model, offer
 from baton.deploy.bench.report import Point, point_of, remarks, table_of, verdict
 from baton.deploy.bench.workload import asks_of, parse_lengths, parse_rates, same_lengths
 from baton.deploy.charts import Cells, Chart, Line, check_kind, write
-from baton.deploy.client import ClusterUnreachable
+from baton.deploy.client import ClusterUnreachable, gateway_url
 from baton.deploy.planner.outcome import Slo, parse_slo, told_s
-from baton.deploy.planner.traces import Trace, at_rate, read_trace, with_lengths
+from baton.deploy.planner.trace_files import read_trace_file
+from baton.deploy.planner.traces import Trace, at_rate, with_lengths
 from baton.deploy.show_parts import print_table
 
 WARM_UP = 4
@@ -139,11 +140,7 @@ def _trace_of(asked: Asked) -> Trace:
     if asked.trace is None:
         prompt_tokens, output_tokens = parse_lengths(asked.lengths)
         return same_lengths(prompt_tokens, output_tokens, asked.requests, asked.seed)
-    try:
-        with asked.trace.open(encoding="utf-8") as lines:
-            return read_trace(lines, asked.trace.name, asked.requests)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--trace", str(asked.trace), f"cannot be read: {error}", "a file of text") from error
+    return read_trace_file(asked.trace, asked.requests)
 
 
 def _systems(config: ClusterConfig) -> Iterator[tuple[str, ClusterConfig]]:
@@ -167,7 +164,7 @@ def _measure(system: str, url: str, load: Load, asked: Asked, console: Console) 
 
 
 def _target(url: str, asked: Asked) -> Target:
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    base = gateway_url(url)
     try:
         model = asked.model or asyncio.run(first_model(base, asked.api_key))
     except httpx.HTTPStatusError as error:

@@ -18,7 +18,8 @@ from baton.deploy.planner.cost import CostModel, decode_cost, encode_cost, pairs
 from baton.deploy.planner.outcome import parse_slo, told_s
 from baton.deploy.planner.picture import write_picture
 from baton.deploy.planner.search import MARGIN, Load, Option, Plan, Search, plan_for_rate, plan_for_workers
-from baton.deploy.planner.traces import KNOWN_FORMATS, Trace, read_trace, with_lengths, within
+from baton.deploy.planner.trace_files import read_trace_file
+from baton.deploy.planner.traces import Trace, with_lengths, within
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +77,7 @@ def told_cost(cost: CostModel) -> str:
 
 
 def load_trace(asked: Asked, most_tokens: int) -> Trace:
-    try:
-        with asked.trace.open(encoding="utf-8") as lines:
-            trace = read_trace(lines, asked.trace.name, asked.requests)
-    except OSError as error:
-        raise ConfigError("--trace", str(asked.trace), f"cannot be read: {error.strerror}", KNOWN_FORMATS) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("--trace", str(asked.trace), "is no file of text", KNOWN_FORMATS) from error
+    trace = read_trace_file(asked.trace, asked.requests)
     if asked.scale_lengths != 1.0:
         trace = with_lengths(trace, asked.scale_lengths)
     return within(trace, most_tokens)

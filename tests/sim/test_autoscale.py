@@ -9,29 +9,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from planner_rig import costing
 
 from baton.common.config import DecodeConfig, PrefillConfig
 from baton.common.ids import WorkerId
 from baton.common.messages import Demand
 from baton.deploy.autoscale import Flip, Policy, Role, Scaler, Seat
 from baton.deploy.planner.cluster import Knobs, Split, serve
-from baton.deploy.planner.cost import CostModel, DecodeCost, LaneCost, PrefillCost
 from baton.deploy.planner.outcome import Slo
 from baton.deploy.planner.scaling import ScaledCluster
 from baton.deploy.planner.traces import Trace, TraceRequest
 
-COST = CostModel(
-    model="made up",
-    dtype="float32",
-    machine="none",
-    threads=1,
-    kv_bytes_per_token=1000,
-    pool_tokens=200_000,
-    overhead_s=0.0,
-    prefill=PrefillCost(base_s=0.01, per_token_s=0.0001, per_pair_s=0.0),
-    decode=DecodeCost(base_s=0.01, per_row_s=0.0005, per_key_s=1e-7),
-    lane=LaneCost(name="local", latency_s=0.001, bytes_per_s=1e9),
-)
+COST = costing(pool_tokens=200_000)
 SLO = Slo(ttft_s=3.0, itl_s=0.04)
 KNOBS = Knobs(PrefillConfig(), DecodeConfig(max_running_requests=128))
 WORKERS = 4
