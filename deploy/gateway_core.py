@@ -48,7 +48,7 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.deploy.demand import DemandMeter
-from baton.deploy.router import Seats
+from baton.deploy.routing.router import Router
 from baton.deploy.session_book import Session, SessionBook
 
 MAX_PLACEMENTS = 16
@@ -171,9 +171,7 @@ class GatewayCore:
         self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
         self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
         self._members: dict[WorkerId, Member] = {}
-        self._decode, self._prefill = Seats(), Seats()  # those who could take a request now
-        self._loads: dict[Stamp, Load] = {}
-        self._placed: dict[Stamp, int] = {}  # requests on decode workers, and prompts on prefill workers
+        self._router = Router()
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
         self._demand = DemandMeter()
         self.stale_outputs = 0
@@ -268,9 +266,7 @@ class GatewayCore:
             return out
         match event.body:
             case Heartbeat(load=load):
-                self._loads[event.sender] = load
-                self._decode.heard(event.sender, load)
-                self._prefill.heard(event.sender, load)
+                self._router.heard(event.sender, load)
             case Submitted():
                 self._on_submitted(event.sender, event.body, now, out)
             case Output():
@@ -319,7 +315,7 @@ class GatewayCore:
     @property
     def idle(self) -> bool:
         """Every request has ended and every worker has let go of what was its."""
-        return not (self._requests or self._releases or self._finished or self._placed)
+        return self._router.idle and not (self._requests or self._releases or self._finished)
 
     # ---------------------------------------------------------------------------------------- placement
 
@@ -336,47 +332,38 @@ class GatewayCore:
     def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         """Sends a waiting request to the best decode worker, if there is one."""
         assert isinstance(request.state, Waiting)
-        stamp = self._session_worker(request) or self._decode.choose(request.prompt, request.refused_by)
+        stamp = self._session_worker(request) or self._router.choose("decode", request.prompt, request.refused_by)
         if stamp is None:
             refusal = request.last_refusal
-            if refusal is not None and refusal.code in _LASTING and len(self._decode):
+            if refusal is not None and refusal.code in _LASTING and len(self._router.seats("decode")):
                 self._fail(request, refusal, now, out)  # everyone who is there has refused it
             else:
                 self._timers.set(request.request_id, request.state.give_up_s)
             return
         request.state = Placing(stamp)
-        self._count(stamp, 1)
+        self._router.placed(stamp, 1)
         self._send_submit(request, stamp, now, out)
 
     def _session_worker(self, request: _Request) -> Stamp | None:
         """Who has the KV of the conversation so far."""
         stamp = request.session.worker if request.session is not None else None
-        able = stamp is not None and stamp in self._decode and stamp not in request.refused_by
+        able = stamp is not None and stamp in self._router.seats("decode") and stamp not in request.refused_by
         return stamp if able else None
-
-    def _count(self, stamp: Stamp, more: int) -> None:
-        """Of what this gateway has placed there."""
-        placed = self._placed.get(stamp, 0) + more
-        self._placed[stamp] = placed
-        if not placed:
-            del self._placed[stamp]
-        self._decode.placed(stamp, placed)
-        self._prefill.placed(stamp, placed)
 
     def _choose_prefill(self, request: _Request) -> Stamp | None:
         """Once per placement, unless who was chosen has left. The decode worker may do otherwise: this gateway's count
         is of what it has asked for."""
-        if request.prefill is None or request.prefill not in self._prefill:
+        if request.prefill is None or request.prefill not in self._router.seats("prefill"):
             self._prompt_over(request)
-            request.prefill = self._prefill.choose(request.prompt)
+            request.prefill = self._router.choose("prefill", request.prompt)
             if request.prefill is not None:
-                self._count(request.prefill, 1)
+                self._router.placed(request.prefill, 1)
         return request.prefill
 
     def _prompt_over(self, request: _Request) -> None:
         """Its prompt is computed, or given up."""
         if request.prefill is not None:
-            self._count(request.prefill, -1)
+            self._router.placed(request.prefill, -1)
             request.prefill = None
 
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
@@ -411,15 +398,14 @@ class GatewayCore:
     def _leave(self, request: _Request) -> None:
         self._prompt_over(request)
         if isinstance(request.state, Placing | Streaming):
-            self._count(request.state.worker, -1)
+            self._router.placed(request.state.worker, -1)
 
     # ------------------------------------------------------------------------------------------- events
 
     def _on_view(self, view: MembershipView, now: float, out: list[GatewayEffect]) -> None:
         self._members = {member.stamp.worker: member for member in view.members}
         alive = {member.stamp for member in view.members}
-        self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
-        self._decode, self._prefill = self._seats(view, "decode"), self._seats(view, "prefill")
+        self._router.on_view(view)
         for key in [key for key, release in self._releases.items() if release.worker not in alive]:
             self._forget_release(key, None, out)
         for request in list(self._requests.values()):
@@ -434,14 +420,6 @@ class GatewayCore:
                     self._place(request, now, out)
                 case _:
                     assert_never(request.state)
-
-    def _seats(self, view: MembershipView, role: str) -> Seats:
-        members = [one for one in view.members if one.role == role and one.stamp.worker not in view.silent]
-        seats = Seats(one.stamp for one in members)
-        for one in members:
-            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
-            seats.placed(one.stamp, self._placed.get(one.stamp, 0))
-        return seats
 
     def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
         request = self._requests.get(message.request_id)

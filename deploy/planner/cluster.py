@@ -26,7 +26,7 @@ from baton.deploy.planner.cost import CostModel, pairs_of
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest
 from baton.deploy.planner.workers import DecodeWorker, Job, PrefillWorker
-from baton.deploy.router import Seats
+from baton.deploy.routing.seats import Seats
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from baton.common.deadlines import Deadlines
 from baton.common.engine.policy import chunk_end, finish_reason, rendezvous_order
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import Load, SamplingParams
-from baton.deploy.router import Seats
+from baton.deploy.routing.seats import Seats
 
 
 @given(
