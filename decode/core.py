@@ -238,7 +238,7 @@ class DecodeCore:
     def _admit(self, now: float) -> None:
         """Promises pages to waiting requests for as long as they fit, and starts filling them. Nobody is let in before
         one who is on his way out."""
-        while not self._parts.stores.awaited and (verdict := self._parts.waiting.admit(self.active())) is not None:
+        while not self.pages_coming_back and (verdict := self._parts.waiting.admit(self.active())) is not None:
             request, allocation = verdict
             if isinstance(allocation, PreAllocated):
                 self._filling.start(request, now)
@@ -323,6 +323,11 @@ class DecodeCore:
     def queued(self) -> int:
         """Requests that wait to be admitted."""
         return len(self._parts.waiting)
+
+    @property
+    def pages_coming_back(self) -> bool:
+        """Somebody is on his way out, and will give his pages back when a tier has them: nobody is let in before."""
+        return self._parts.stores.awaited
 
     @property
     def restored_tokens(self) -> int:

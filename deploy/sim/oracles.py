@@ -103,7 +103,7 @@ class AdmissionOracle:
             return  # a lease for the tiers keeps pages that were to be had when somebody was admitted
         if new:
             self._assert_room([*core.active()], new)
-        if core.queued:
+        if core.queued and not core.pages_coming_back:
             self._assert_nobody_waits_in_vain([*core.active()])
 
     def _assert_room(self, active: Sequence[ActiveRequest], new: frozenset[int]) -> None:
