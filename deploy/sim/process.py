@@ -136,6 +136,7 @@ class MemberProcess(SimProcess):
         super().__init__(world, stamp, role)
         self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
         self.roster = Roster(stamp, role, world.settings.liveness, self.now)
+        self._told_s = self.now
         self._tick_s = world.settings.liveness.heartbeat_interval_s / 2
         self.after(0.0, self._tick, "tick")
 
@@ -190,13 +191,21 @@ class MemberProcess(SimProcess):
         else:
             self.deliver(FromPeer(sender, body))
 
+    def knows(self, stamp: Stamp, since_s: float) -> bool:
+        """Has had a view with it since then at least."""
+        return self._told_s <= since_s and self.roster.lists(stamp)
+
     def _apply(self, changes: Changes) -> None:
         if changes.view is not None:
             for worker in changes.fell_silent:
-                assert not self.world.is_sound(worker), (
+                other = self.world.seats.get(worker)
+                since_s = self.now - self.world.settings.liveness.dead_after_s
+                known = isinstance(other, MemberProcess) and other.knows(self.stamp, since_s)
+                assert not (known and self.world.is_sound(worker)), (
                     f"{self.name} has not heard {worker}, which was there all the time"
                 )
             if changes.left or changes.joined:
+                self._told_s = self.now
                 self.membership_changed(changes.view)
             self.deliver(changes.view)
 
