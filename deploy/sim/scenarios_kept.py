@@ -81,7 +81,7 @@ def pushed_back_when_planned(seed: int) -> Scenario:
 
     def go_on(_: ClientRequest) -> None:
         said = np.concatenate((first.known, prompts[0][:4]))
-        plan.enter(asking("t1", said, tokens=40, session=SESSION), FIRST_S + 0.6)
+        plan.enter(asking("t1", said, tokens=40, session=SESSION), FIRST_S + 0.56)
 
     def meddle(world: World, details: object) -> None:
         worker, command = worker_of(details, "decode"), second_of(details)
