@@ -26,6 +26,8 @@ class ErrorCode(StrEnum):
     SESSION_BUSY = "session_busy"
     SESSION_LOST = "session_lost"  # its KV is gone, and the configuration says not to compute it again
     NOT_FOUND = "not_found"  # a file or a batch
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"  # the key was given to another body
+    IDEMPOTENCY_RUNNING = "idempotency_running"  # the first one runs, and is too large to attach to
     CONFLICT = "conflict"  # with the state that it is in
     TOO_LARGE = "too_large"
     STORE_UNAVAILABLE = "store_unavailable"  # the database behind files and batches

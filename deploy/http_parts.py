@@ -9,6 +9,9 @@ from fastapi import Request, Response
 from baton.common.errors import ErrorCode, RequestError
 from baton.deploy.openai_replies import encode, http_error
 
+MAX_KEY_CHARS = 256
+"""Of an `Idempotency-Key`."""
+
 
 def owner_of(request: Request) -> str:
     """Whose sessions, files and batches a request may use: those that were made with the same key."""

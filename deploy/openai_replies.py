@@ -30,6 +30,8 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.SESSION_LOST: 410,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.CONFLICT: 409,
+    ErrorCode.IDEMPOTENCY_MISMATCH: 422,
+    ErrorCode.IDEMPOTENCY_RUNNING: 409,
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.STORE_UNAVAILABLE: 503,
     ErrorCode.INTERNAL: 500,
@@ -228,6 +230,7 @@ def http_error(error: RequestError) -> HttpError:
         409: "conflict_error",
         410: "gone_error",
         413: "invalid_request_error",
+        422: "invalid_request_error",
         429: "overloaded_error",
     }
     detail = ErrorDetail(

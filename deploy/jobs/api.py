@@ -2,8 +2,9 @@
 
 Owns: their routes, and the bound on an upload. Never: a statement, or the answer to a line.
 
-Clients see what was made with their own API key. Beside OpenAI's: an `Idempotency-Key` header when a batch is created
-gives the same batch again; windows other than "24h"; `GET /v1/batches/{id}/failures`, the error file so far.
+Clients see what was made with their own API key. Beside OpenAI's: an `Idempotency-Key` header when a file is uploaded
+or a batch is created gives the same one again; windows other than "24h"; `GET /v1/batches/{id}/failures`, the error
+file so far; `GET /v1/batches/{id}/events`, what became of its lines, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from baton.common.config import JobsConfig
-from baton.deploy.http_parts import json_response, owner_of, read_body, refuse_declared, too_large
+from baton.deploy.http_parts import MAX_KEY_CHARS, json_response, owner_of, read_body, refuse_declared, too_large
 from baton.deploy.jobs.records import FileRecord
-from baton.deploy.jobs.shapes import BatchObject, BatchRequest, Deleted, FileObject, Page, batch_object, file_object
+from baton.deploy.jobs.shapes import (
+    BatchObject,
+    BatchRequest,
+    Deleted,
+    EventPage,
+    FileObject,
+    Page,
+    batch_object,
+    file_object,
+    line_event,
+)
 from baton.deploy.jobs.store import JobStore
 from baton.deploy.jobs.store_thread import StoreThread
+from baton.deploy.jobs.tables import ROWS_AT_ONCE
 from baton.deploy.json_bodies import parse, refusal, shorten
 from baton.deploy.openapi import body_of
 
@@ -33,6 +45,8 @@ FORM_BYTES = 1 << 20
 MAX_LINE = (1 << 63) - 1
 JSONL = "application/jsonl"
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+Key = Annotated[str | None, Header(min_length=1, max_length=MAX_KEY_CHARS)]
+"""`Idempotency-Key`."""
 UPLOAD: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -75,11 +89,12 @@ class JobsApi:
         app.add_api_route("/v1/batches/{batch_id}", self.batch, methods=["GET"])
         app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"])
         app.add_api_route("/v1/batches/{batch_id}/failures", self.failures, methods=["GET"])
+        app.add_api_route("/v1/batches/{batch_id}/events", self.events, methods=["GET"])
         return (BatchRequest,)
 
     # -------------------------------------------------------------------------------------------- files
 
-    async def upload(self, request: Request) -> Response:
+    async def upload(self, request: Request, idempotency_key: Key = None) -> Response:
         """Keeps a file with requests, one JSON object a line, for a batch."""
         most = self._settings.max_file_bytes
         refuse_declared(request, most + FORM_BYTES, "jobs.max_file_bytes")
@@ -98,6 +113,7 @@ class JobsApi:
                 _parts(file),
                 time.time(),
                 self._settings.max_stored_bytes,
+                idempotency_key,
             )
         finally:
             await form.close()
@@ -140,9 +156,7 @@ class JobsApi:
 
     # ------------------------------------------------------------------------------------------ batches
 
-    async def create_batch(
-        self, request: Request, idempotency_key: Annotated[str | None, Header(max_length=256)] = None
-    ) -> Response:
+    async def create_batch(self, request: Request, idempotency_key: Key = None) -> Response:
         """Answers every line of a file, whatever is restarted meanwhile."""
         wanted = parse(BatchRequest, await read_body(request, self._max_body_bytes), {"output_expires_after": ()})
         window = wanted.completion_window
@@ -189,6 +203,21 @@ class JobsApi:
         last = found[-1][0] if found else after
         body = b"".join(line + b"\n" for _, line in found)
         return Response(body, headers={"X-Last-Line": str(last)}, media_type=JSONL)
+
+    async def events(
+        self,
+        request: Request,
+        batch_id: str,
+        after: Annotated[int, Query(ge=0, le=MAX_LINE)] = 0,
+        limit: Annotated[int, Query(ge=1, le=ROWS_AT_ONCE)] = 100,
+        answers: bool = False,
+    ) -> Response:
+        """The ends of lines behind the place `after`, with `answers` their lines of the output or error file, too.
+        Places go from 1 without gaps: who asks again from the last one it saw misses nothing, whatever is restarted."""
+        batch, ends = await self._store(JobStore.events, owner_of(request), batch_id, after, limit)
+        return json_response(
+            EventPage(data=[line_event(end, with_answer=answers) for end in ends], batch=batch_object(batch))
+        )
 
 
 async def _bounded(request: Request, most_bytes: int) -> AsyncGenerator[bytes, None]:

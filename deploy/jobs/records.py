@@ -28,6 +28,7 @@ class FileRecord(Struct, frozen=True, kw_only=True):
     filename: str
     nbytes: int
     created_at: float
+    digest: str | None = None  # SHA-256 of what was uploaded
     batch_id: str | None = None  # of outcomes
     result: Result | None = None  # of outcomes: which of them
 
@@ -54,6 +55,7 @@ class BatchRecord(Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    input_digest: str | None = None  # of the input file, which may be gone
 
 
 class ClaimedLine(Struct, frozen=True, kw_only=True):
@@ -81,6 +83,17 @@ class Outcome(Struct, frozen=True, kw_only=True):
     answer: bytes  # its line of the output or error file, without the end of line
     input_tokens: int = 0
     output_tokens: int = 0
+
+
+class LineEnd(Struct, frozen=True, kw_only=True):
+    """That a line has its outcome. `place`: it is the so manieth of its batch, from 1."""
+
+    place: int
+    line: int
+    custom_id: str
+    result: Result
+    ended_at: float
+    answer: bytes | None  # None: deleted with its file
 
 
 class Invalid(Struct, frozen=True, kw_only=True):

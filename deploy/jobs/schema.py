@@ -49,5 +49,17 @@ _FIRST = (
     "CREATE INDEX waiting_lines ON lines (batch_id, line) WHERE result IS NULL",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+_SECOND = (
+    # What a repeated key is compared with. `input_digest` outlives the file.
+    "ALTER TABLE files ADD COLUMN idempotency_key TEXT",
+    "ALTER TABLE files ADD COLUMN digest TEXT",
+    "CREATE UNIQUE INDEX files_by_key ON files (owner, idempotency_key)",
+    "ALTER TABLE batches ADD COLUMN input_digest TEXT",
+    # `place`: which outcome of its batch this one is, from 1, without gaps: a batch's events in their order.
+    "ALTER TABLE lines ADD COLUMN place BIGINT",
+    "ALTER TABLE lines ADD COLUMN ended_at DOUBLE PRECISION",
+    "CREATE INDEX ended_lines ON lines (batch_id, place) WHERE place IS NOT NULL",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND)
 """Version n is what the first n of them make."""

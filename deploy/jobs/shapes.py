@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from baton.deploy.jobs.records import BatchRecord, FileRecord, Invalid, Status
+from baton.deploy.jobs.records import BatchRecord, FileRecord, Invalid, LineEnd, Result, Status
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -89,6 +89,25 @@ class Page(Struct, frozen=True, kw_only=True):
     object: str = "list"
 
 
+class LineEvent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`answer`: its line of the output or error file, when it was asked for and is still there."""
+
+    place: int
+    line: int
+    custom_id: str
+    result: Result
+    ended_at: float
+    answer: Raw | UnsetType = UNSET
+
+
+class EventPage(Struct, frozen=True, kw_only=True):
+    """`batch`: how it stands, no later than `data`. When it has ended, all its events are there to be asked for."""
+
+    data: list[LineEvent]
+    batch: BatchObject
+    object: str = "list"
+
+
 class Deleted(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "file"
@@ -98,6 +117,17 @@ class Deleted(Struct, frozen=True, kw_only=True):
 def file_object(file: FileRecord) -> FileObject:
     return FileObject(
         id=file.id, bytes=file.nbytes, created_at=int(file.created_at), filename=file.filename, purpose=file.purpose
+    )
+
+
+def line_event(end: LineEnd, *, with_answer: bool) -> LineEvent:
+    return LineEvent(
+        place=end.place,
+        line=end.line,
+        custom_id=end.custom_id,
+        result=end.result,
+        ended_at=end.ended_at,
+        answer=Raw(end.answer) if with_answer and end.answer is not None else UNSET,
     )
 
 

@@ -10,10 +10,11 @@ renews lines locks lines alone, in their order: so nobody waits for each other i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 
 import msgspec
 
@@ -26,6 +27,7 @@ from baton.deploy.jobs.records import (
     ClaimedLine,
     FileRecord,
     Invalid,
+    LineEnd,
     LineKey,
     Outcome,
     Result,
@@ -50,7 +52,7 @@ _WHY_ENDED: Mapping[Status, tuple[str, str]] = {
 }
 
 _WRITE_OUTCOME = (
-    "UPDATE lines SET result = ?, answer = ?, request = NULL, runner = NULL"
+    "UPDATE lines SET result = ?, answer = ?, place = ?, ended_at = ?, request = NULL, runner = NULL"
     " WHERE batch_id = ? AND line = ? AND result IS NULL"
 )
 
@@ -84,23 +86,42 @@ class JobStore:
         parts: Iterable[bytes],
         now_s: float,
         max_stored_bytes: int,
+        idempotency_key: str | None = None,
     ) -> FileRecord:
-        """All of it, or nothing."""
-        file_id, nbytes = f"file-{secrets.token_hex(12)}", 0
+        """All of it, or nothing. With a key that a file of these bytes was given before: that file."""
+        file_id, nbytes, digest = f"file-{secrets.token_hex(12)}", 0, hashlib.sha256()
         with self._transaction() as tx:
             stored = number(tx, "SELECT CAST(COALESCE(SUM(nbytes), 0) AS BIGINT) FROM files")
-            tx.run(
-                "INSERT INTO files (id, owner, purpose, filename, nbytes, created_at) VALUES (?, ?, ?, ?, 0, ?)",
-                (file_id, owner, purpose, filename, now_s),
+            created = tx.run(
+                "INSERT INTO files (id, owner, purpose, filename, nbytes, created_at, idempotency_key)"
+                " VALUES (?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING",
+                (file_id, owner, purpose, filename, now_s, idempotency_key),
             )
+            if not created:
+                where = "files WHERE owner = ? AND idempotency_key = ?"
+                first = only(select(tx, FileRecord, where, (owner, idempotency_key)), "file", file_id)
+                for part in parts:
+                    digest.update(part)
+                if (first.purpose, first.digest) != (purpose, digest.hexdigest()):
+                    raise _mismatch(f"{first.id}, a file with other bytes")
+                return first
             for place, part in enumerate(parts):
+                digest.update(part)
                 nbytes += len(part)
                 if stored + nbytes > max_stored_bytes:
                     reason = f"the job store is full ({max_stored_bytes} bytes, jobs.max_stored_bytes): delete files"
                     raise RequestError(ErrorCode.OVERLOADED, reason, "file")
                 tx.run("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, place, part))
-            tx.run("UPDATE files SET nbytes = ? WHERE id = ?", (nbytes, file_id))
-        return FileRecord(id=file_id, owner=owner, purpose=purpose, filename=filename, nbytes=nbytes, created_at=now_s)
+            tx.run("UPDATE files SET nbytes = ?, digest = ? WHERE id = ?", (nbytes, digest.hexdigest(), file_id))
+        return FileRecord(
+            id=file_id,
+            owner=owner,
+            purpose=purpose,
+            filename=filename,
+            nbytes=nbytes,
+            created_at=now_s,
+            digest=digest.hexdigest(),
+        )
 
     def file(self, owner: str, file_id: str) -> FileRecord:
         with self._transaction() as tx:
@@ -147,11 +168,11 @@ class JobStore:
         now_s: float,
         idempotency_key: str | None,
     ) -> BatchRecord:
-        """The batch; or that which was created with the same key before. `window`: how long it may take, in the
-        client's words and in seconds."""
-        purpose = self.file(owner, input_file_id).purpose
-        if purpose != "batch":
-            reason = f"the purpose of {input_file_id} is {purpose!r}; a batch is made of a file with purpose 'batch'"
+        """The batch; or that which was created with the same key, for the same, before. `window`: how long it may take,
+        in the client's words and in seconds."""
+        file = self.file(owner, input_file_id)
+        if file.purpose != "batch":
+            reason = f"the purpose of {file.id} is {file.purpose!r}; a batch is made of a file with purpose 'batch'"
             raise RequestError(ErrorCode.INVALID_REQUEST, reason, "input_file_id")
         batch = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
@@ -163,6 +184,7 @@ class JobStore:
             status="validating",
             created_at=now_s,
             expires_at=now_s + window[1],
+            input_digest=file.digest,
         )
         fields = msgspec.structs.asdict(batch) | {"idempotency_key": idempotency_key}
         columns, marks = ", ".join(fields), ", ".join("?" * len(fields))
@@ -173,7 +195,10 @@ class JobStore:
             if created:
                 return batch
             where = "batches WHERE owner = ? AND idempotency_key = ?"
-            return only(select(tx, BatchRecord, where, (batch.owner, idempotency_key)), "batch", batch.id)
+            first = only(select(tx, BatchRecord, where, (batch.owner, idempotency_key)), "batch", batch.id)
+            if _asked(first) != _asked(batch):
+                raise _mismatch(f"{first.id}, which has other lines, or another endpoint, window or metadata")
+            return first
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord:
         with self._transaction() as tx:
@@ -188,6 +213,14 @@ class JobStore:
         """(line, what the error file says or will say of it), so far."""
         with self._transaction() as tx:
             return self._answers(tx, self._batch(tx, owner, batch_id).id, "failed", after, most)
+
+    def events(self, owner: str, batch_id: str, after: int, most: int) -> tuple[BatchRecord, list[LineEnd]]:
+        """(how it stands, what became of its lines behind the place `after`, in the order in which they ended). One
+        that has ended has no more events than these when they are fewer than `most`."""
+        with self._transaction() as tx:
+            batch = self._batch(tx, owner, batch_id)  # first: who sees its end sees the ends of all lines
+            where = "lines WHERE batch_id = ? AND place > ? ORDER BY place LIMIT ?"
+            return batch, select(tx, LineEnd, where, (batch.id, after, most))
 
     def cancel(self, owner: str, batch_id: str, now_s: float) -> BatchRecord:
         """At once: what is being answered counts no more. Cancelling again changes nothing."""
@@ -263,7 +296,7 @@ class JobStore:
             with self._transaction() as tx:
                 found = select(tx, BatchRecord, f"batches WHERE id = ?{self._database.for_update}", (batch_id,))
                 if found and found[0].status == "in_progress":
-                    batch = self._write(tx, found[0], group)
+                    batch = self._write(tx, found[0], group, now_s)
                     if batch.completed + batch.failed == batch.total:
                         self._end(tx, batch, "completed", now_s)
 
@@ -313,9 +346,13 @@ class JobStore:
             (now_s, total, batch.id),
         )
 
-    def _write(self, tx: Transaction, batch: BatchRecord, outcomes: Iterable[Outcome]) -> BatchRecord:
+    def _write(self, tx: Transaction, batch: BatchRecord, outcomes: Iterable[Outcome], now_s: float) -> BatchRecord:
         """The outcomes of lines that have none yet, and the counts; the batch with them."""
-        written = [one for one in outcomes if tx.run(_WRITE_OUTCOME, _outcome_values(one))]
+        written: list[Outcome] = []
+        for one in outcomes:
+            place = batch.completed + batch.failed + len(written) + 1
+            if tx.run(_WRITE_OUTCOME, _outcome_values(one, place, now_s)):
+                written.append(one)
         completed = sum(outcome.result == "completed" for outcome in written)
         counted = msgspec.structs.replace(
             batch,
@@ -333,12 +370,13 @@ class JobStore:
     def _end_early(self, tx: Transaction, batch: BatchRecord, status: Status, now_s: float) -> None:
         """Its lines get their last outcome all together: nobody else writes one while the batch is locked."""
         code, message = _WHY_ENDED[status]
+        place = count(batch.completed + batch.failed + 1)
         while rows := tx.rows(
             "SELECT line, custom_id FROM lines WHERE batch_id = ? AND result IS NULL ORDER BY line LIMIT ?",
             (batch.id, ROWS_AT_ONCE),
         ):
             left = [unanswered(batch.id, to_int(line), str(custom_id), code, message) for line, custom_id in rows]
-            tx.run_each(_WRITE_OUTCOME, map(_outcome_values, left))
+            tx.run_each(_WRITE_OUTCOME, [_outcome_values(one, next(place), now_s) for one in left])
             tx.run("UPDATE batches SET failed = failed + ? WHERE id = ?", (len(left), batch.id))
         self._end(tx, batch, status, now_s)
 
@@ -387,5 +425,15 @@ def _claimed(batch: BatchRecord, row: Row) -> ClaimedLine:
     )
 
 
-def _outcome_values(outcome: Outcome) -> tuple[Value, ...]:
-    return outcome.result, outcome.answer, outcome.batch_id, outcome.line
+def _outcome_values(outcome: Outcome, place: int, now_s: float) -> tuple[Value, ...]:
+    return outcome.result, outcome.answer, place, now_s, outcome.batch_id, outcome.line
+
+
+def _asked(batch: BatchRecord) -> tuple[str, str, str, str]:
+    """What a client wants of it. The same bytes in another file are the same lines."""
+    return batch.endpoint, batch.completion_window, batch.metadata, batch.input_digest or batch.input_file_id
+
+
+def _mismatch(first: str) -> RequestError:
+    reason = f"this key was given to {first}: a repeat has the same body, and other work another key"
+    return RequestError(ErrorCode.IDEMPOTENCY_MISMATCH, reason, "Idempotency-Key")

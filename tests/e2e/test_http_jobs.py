@@ -179,6 +179,43 @@ def test_a_key_makes_submitting_again_harmless(client: openai.OpenAI) -> None:
     assert again.id == first.id
 
 
+def test_a_key_is_for_one_body(served: Served, client: openai.OpenAI) -> None:
+    keyed = {"Idempotency-Key": "one body"}
+    first = submit(client, [line("a")], extra_headers=keyed)
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        submit(client, [line("b")], extra_headers=keyed)
+    assert caught.value.code == "idempotency_mismatch"
+    assert first.id in caught.value.message
+    file = upload(served, headers=keyed).json()
+    assert upload(served, headers=keyed).json() == file
+    other = upload(served, headers=keyed, files={"file": ("a", b"y")})
+    assert error_of(other, 422)["code"] == "idempotency_mismatch"
+    assert error_of(upload(served, headers={"Idempotency-Key": "k" * 257}), 400)["param"] == "idempotency-key"
+
+
+def test_events_are_taken_up_where_they_were_left(served: Served, client: openai.OpenAI) -> None:
+    wrong = line("wrong") | {"body": {"model": "other", "messages": [{"role": "user", "content": "hi"}]}}
+    batch = submit(client, [line("a"), wrong, line("b")])
+    auth = {"Authorization": "Bearer mine"}
+    seen: list[dict[str, Any]] = []
+    while True:
+        after = seen[-1]["place"] if seen else 0
+        url = f"/v1/batches/{batch.id}/events?after={after}&limit=1&answers={bool(after)}"
+        page = served.http.get(url, headers=auth).json()
+        if not page["data"] and page["batch"]["status"] == "completed":
+            break
+        seen += page["data"]
+    assert [event["place"] for event in seen] == [1, 2, 3]
+    assert {event["custom_id"]: event["result"] for event in seen} == {
+        "a": "completed",
+        "wrong": "failed",
+        "b": "completed",
+    }
+    assert "answer" not in seen[0]
+    assert all(event["answer"]["custom_id"] == event["custom_id"] for event in seen[1:])
+    assert error_of(served.http.get(f"/v1/batches/{batch.id}/events"), 404)["param"] == "batch_id"
+
+
 def test_cancelling(served: Served) -> None:
     with serving(Loopback(silent=True)) as stuck:
         client = client_of(stuck)

@@ -77,9 +77,16 @@ def request_line(custom_id: str, url: str = CHAT, **body: Any) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
-def upload(store: JobStore, content: bytes, owner: str = ME, now_s: float = 0.0, part_bytes: int = 100) -> FileRecord:
+def upload(
+    store: JobStore,
+    content: bytes,
+    owner: str = ME,
+    now_s: float = 0.0,
+    part_bytes: int = 100,
+    key: str | None = None,
+) -> FileRecord:
     parts = [content[at : at + part_bytes] for at in range(0, len(content), part_bytes)]
-    return store.add_file(owner, "batch", "in.jsonl", parts, now_s, GIB)
+    return store.add_file(owner, "batch", "in.jsonl", parts, now_s, GIB, key)
 
 
 def submit(store: JobStore, count: int, *, owner: str = ME, now_s: float = 0.0, key: str | None = None) -> BatchRecord:
@@ -232,6 +239,60 @@ def test_the_same_key_gives_the_same_batch(store: JobStore, another: Callable[[]
     assert submit(store, 1).id != submit(store, 1).id
     assert refused(lambda: store.batch(OTHER, first.id)) == ErrorCode.NOT_FOUND
     assert first.id in [batch.id for batch in store.batches(ME, None, 10)[0]]
+
+
+def test_a_key_is_for_one_piece_of_work(store: JobStore, another: Callable[[], JobStore]) -> None:
+    first = submit(store, 1, key="k")
+    assert refused(lambda: submit(store, 2, key="k")) == ErrorCode.IDEMPOTENCY_MISMATCH
+    again = upload(store, request_line("0"))
+    for endpoint, window, metadata in (
+        ("/v1/completions", ("24h", DAY_S), {"for": "test"}),
+        (CHAT, ("1h", DAY_S / 24), {"for": "test"}),
+        (CHAT, ("24h", DAY_S), {"for": "production"}),
+    ):
+        asked = (ME, endpoint, again.id, window, metadata, 0.0, "k")
+        assert refused(lambda asked=asked: another().create_batch(*asked)) == ErrorCode.IDEMPOTENCY_MISMATCH  # type: ignore[misc]
+    store.delete_file(ME, first.input_file_id)
+    assert store.create_batch(ME, CHAT, again.id, ("24h", DAY_S), {"for": "test"}, 9.0, "k").id == first.id
+
+
+def test_the_same_key_gives_the_same_file(store: JobStore, another: Callable[[], JobStore]) -> None:
+    first = upload(store, b"some lines", key="k")
+    assert upload(another(), b"some lines", key="k", part_bytes=3) == first
+    assert refused(lambda: upload(store, b"other lines", key="k")) == ErrorCode.IDEMPOTENCY_MISMATCH
+    assert upload(store, b"other lines", OTHER, key="k").id != first.id
+    assert upload(store, b"some lines", key="l").id != upload(store, b"some lines").id
+    assert len(store.files(ME, None, None, 10, newest_first=True)[0]) == 3
+    store.delete_file(ME, first.id)
+    assert upload(store, b"other lines", key="k").id != first.id, "what is gone has no key any more"
+
+
+def test_events_tell_of_each_line_once_in_the_order_of_their_ends(
+    store: JobStore, another: Callable[[], JobStore]
+) -> None:
+    batch = begun(store, 6)
+    lines = claim(store, "a")
+    assert store.events(ME, batch.id, 0, 10) == (batch, [])
+    answer(store, [lines[4]], now_s=5.0)
+    answer(another(), [lines[1]], status=404, now_s=6.0)
+    answer(store, [lines[4], lines[0]], now_s=7.0)
+    _, seen = store.events(ME, batch.id, 0, 10)
+    assert [(end.place, end.custom_id, end.result, end.ended_at) for end in seen] == [
+        (1, "4", "completed", 5.0),
+        (2, "1", "failed", 6.0),
+        (3, "0", "completed", 7.0),
+    ]
+    assert json.loads(seen[1].answer or b"")["response"]["status_code"] == 404
+    store.cancel(ME, batch.id, 8.0)
+    ended, rest = another().events(ME, batch.id, 3, 2)
+    assert (ended.status, [(end.place, end.line, end.result) for end in rest]) == (
+        "cancelled",
+        [(4, 3, "failed"), (5, 4, "failed")],
+    )
+    assert [end.place for end in store.events(ME, batch.id, 5, 2)[1]] == [6]
+    assert refused(lambda: store.events(OTHER, batch.id, 0, 10)) == ErrorCode.NOT_FOUND
+    store.delete_file(ME, ended.error_file_id or "")
+    assert [end.answer is None for end in store.events(ME, batch.id, 0, 10)[1]] == [False, True, False] + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -407,6 +468,20 @@ def test_what_was_told_is_there_after_a_restart(place: str) -> None:
     store = JobStore(open_database(place))
     assert store.batch(ME, batch.id) == batch
     store.close()
+
+
+def test_tables_of_an_older_version_are_brought_up_to_date(place: str, store: JobStore) -> None:
+    database = open_database(place)
+    with database.transaction() as tx:
+        tx.run("CREATE TABLE schema_version (version BIGINT NOT NULL)")
+        tx.run("INSERT INTO schema_version VALUES (1)")
+        for statement in MIGRATIONS[0]:
+            tx.run(statement)
+        tx.run("INSERT INTO files VALUES ('file-old', ?, 'batch', 'in', 0, 0, NULL, NULL)", (ME,))
+    database.close()
+    old = store.file(ME, "file-old")
+    assert (old.digest, create(store, old.id).input_file_id) == (None, old.id)
+    assert submit(store, 1, key="k").id == submit(store, 1, key="k").id
 
 
 def test_tables_of_a_newer_version_are_left_alone(place: str, store: JobStore) -> None:
