@@ -174,6 +174,15 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdempotencyConfig:
+    """What a gateway remembers, in its memory, of requests with an `Idempotency-Key` (docs/CLIENT.md)."""
+
+    linger_s: float = 10.0  # such a request goes on for so long when its client has hung up
+    keep_s: float = 600.0  # so long its answer is told again
+    max_bytes: int = 64 << 20  # of all answers; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobsConfig:
     """Files and batches (docs/JOBS.md)."""
 
@@ -220,6 +229,7 @@ class ClusterConfig:
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    idempotency: IdempotencyConfig = field(default_factory=IdempotencyConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
@@ -418,6 +428,9 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
         ("gateway.max_sessions", config.gateway.max_sessions),
         ("gateway.session_ttl_s", config.gateway.session_ttl_s),
+        ("idempotency.linger_s", config.idempotency.linger_s),
+        ("idempotency.keep_s", config.idempotency.keep_s),
+        ("idempotency.max_bytes", config.idempotency.max_bytes),
         ("jobs.max_running_lines", config.jobs.max_running_lines),
         ("jobs.max_lines", config.jobs.max_lines),
         ("jobs.max_file_bytes", config.jobs.max_file_bytes),

@@ -32,6 +32,7 @@ from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
 from baton.deploy.jobs.api import JobsApi
+from baton.deploy.keyed_answers import KeyedAnswers
 from baton.deploy.openai_answers import answer_json, answer_stream, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
@@ -63,8 +64,11 @@ class _ClientGone(Exception):
 class HttpApi:
     """The routes of one gateway."""
 
-    def __init__(self, gateway: Gateway, jobs: JobsApi, max_body_bytes: int, request_timeout_s: float) -> None:
+    def __init__(
+        self, gateway: Gateway, jobs: JobsApi, keyed: KeyedAnswers, max_body_bytes: int, request_timeout_s: float
+    ) -> None:
         self._gateway = gateway
+        self._keyed = keyed
         self._jobs = jobs
         self._max_body_bytes = max_body_bytes
         self._request_timeout_s = request_timeout_s
@@ -93,6 +97,7 @@ class HttpApi:
         }
         web_page.add_routes(app)
         self._bodies += self._jobs.add_routes(app)
+        app.add_api_route("/v1/idempotency/{key:path}", self.forget_key, methods=["DELETE"])
         app.add_api_route("/trace", self.trace, methods=["POST"])
         app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
         app.add_api_route("/v1/sessions/{session_id}", self.close_session, methods=["DELETE"])
@@ -121,19 +126,31 @@ class HttpApi:
     def _generation(self, path: str, answer: _Answer) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             """An answer, or, with `stream`, server-sent events."""
-            request_id = new_request_id()
+            request_id, owner, key = new_request_id(), owner_of(request), request.headers.get("idempotency-key")
             try:
                 body = await self._read_body(request)
-                response = await _unless_gone(request, answer(body, request_id, owner_of(request)))
+
+                async def respond() -> Response:
+                    response = await answer(body, request_id, owner)
+                    response.headers["X-Request-Id"] = request_id
+                    return response
+
+                work = respond() if key is None else self._keyed.respond(owner, path, key, body, respond)
+                response = await _unless_gone(request, work)
             except RequestError as error:
                 response = error_response(error)
             except _ClientGone:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
-            response.headers["X-Request-Id"] = request_id
+            response.headers.setdefault("X-Request-Id", request_id)
             self._gateway.metrics.http(path, response.status_code)
             return response
 
         return handle
+
+    async def forget_key(self, request: Request, key: str) -> Response:
+        """Ends what runs under an `Idempotency-Key`, and forgets what it came to."""
+        self._keyed.forget(owner_of(request), key)
+        return Response(status_code=204)
 
     async def _complete(
         self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str, owner: str

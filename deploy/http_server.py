@@ -20,6 +20,7 @@ from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
 from baton.deploy.jobs.service import JobService
 from baton.deploy.jobs.store import JobStore
+from baton.deploy.keyed_answers import KeyedAnswers
 
 KEEP_ALIVE_S = 30
 CLOSE_TIMEOUT_S = 2
@@ -77,7 +78,8 @@ class GatewayServer:
         gateway = self._make_gateway()
         self._jobs = jobs = JobService(self._store, gateway, self._config)
         settings = self._config.gateway
-        api = HttpApi(gateway, jobs.api, settings.max_body_bytes, settings.request_timeout_s)
+        keyed = KeyedAnswers(self._config.idempotency)
+        api = HttpApi(gateway, jobs.api, keyed, settings.max_body_bytes, settings.request_timeout_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 api.app(),

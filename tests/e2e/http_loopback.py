@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, GatewayConfig, JobsConfig, LivenessConfig
+from baton.common.config import ClusterConfig, GatewayConfig, IdempotencyConfig, JobsConfig, LivenessConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import fake_answer
@@ -180,14 +180,16 @@ def serving(
     *,
     members: bool = True,
     jobs: Mapping[str, int] = {},
+    keys: Mapping[str, float] = {},
     max_model_len: int = MAX_MODEL_LEN,
     **settings: float,
 ) -> Iterator[Served]:
-    """A served gateway. `settings` are GatewayConfig's, `jobs` are JobsConfig's."""
+    """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's."""
     worker = worker or Loopback()
     config = ClusterConfig(
         gateway=replace(GatewayConfig(port=0), **settings),  # type: ignore[arg-type]
         jobs=replace(JobsConfig(poll_s=0.05), **jobs),
+        idempotency=replace(IdempotencyConfig(), **keys),  # type: ignore[arg-type]
         liveness=replace(LivenessConfig(), heartbeat_interval_s=0.02, republish_interval_s=0.04, dead_after_s=0.06),
     )
     model = ServedModel("fake", max_model_len, 258, (257,), ByteTokenizer(), Guides(fake_vocabulary))
