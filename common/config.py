@@ -35,6 +35,8 @@ MAX_PRIORITY = 100
 MAX_REQUEST_S = 1e6
 """What a request may be given at most; a frame that says more is malformed."""
 MAX_PAGES = (1 << 31) - 1  # page ids are int32, the null page is one of them
+NODE_ADDRESS = "node"
+"""A `bind_host` that is another one on each node: the address by which Ray's nodes know it."""
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -212,15 +214,28 @@ class AutoscaleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """Where Ray puts processes, on more nodes than one (docs/CLUSTERS.md)."""
+
+    resources: Literal["cpu", "role"] = "cpu"  # role: each takes one baton_prefill, baton_decode, baton_gateway or
+    # baton_controller of the node that it is put on; whoever starts the nodes says who has which
+    cpus: int = 1  # of Ray's, for each worker; with resources: role also its threads
+    gpus: int = 0  # of Ray's, for each worker
+    strategy: Literal["pack", "spread"] = "pack"  # spread: over the nodes that have room, before it fills any
+    node_labels: tuple[str, ...] = ()  # key=value of Ray's node labels: only nodes that have them all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Everything `baton serve` needs to know. The same object goes to every process."""
 
     cluster: str = "baton"  # names the Ray namespace; one per cluster of actors
     prefill: int = 1
     decode: int = 2
-    bind_host: str = "127.0.0.1"  # the cluster interface: control and data sockets bind here
+    bind_host: str = "127.0.0.1"  # the cluster interface: control and data sockets bind here; node: Ray's, of each node
     pin_cores: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     prefill_worker: PrefillConfig = field(default_factory=PrefillConfig)
@@ -306,6 +321,7 @@ def validate(config: ClusterConfig) -> None:
     if not 1 <= config.transfer.tcp_streams <= MAX_TCP_STREAMS:
         reason = f"must be 1 to {MAX_TCP_STREAMS}"
         raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
+    _validate_placement(config)
     _validate_tiers(config.kv)
     _validate_autoscale(config)
     if config.decode < 1:
@@ -337,6 +353,17 @@ def validate(config: ClusterConfig) -> None:
     _validate_jobs(config.jobs)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
+
+
+def _validate_placement(config: ClusterConfig) -> None:
+    for label in config.placement.node_labels:
+        key, equals, value = label.partition("=")
+        if not (key and equals and value):
+            hint = "for example ray.io/availability-zone=eu-1a"
+            raise ConfigError("placement.node_labels", label, "expected key=value", hint)
+    if config.placement.resources == "role" and config.pin_cores:
+        reason = "cores are counted on the machine that launches, and the workers are on others"
+        raise ConfigError("pin_cores", True, reason, "pin_cores=false, with placement.cpus")
 
 
 def _validate_jobs(jobs: JobsConfig) -> None:
@@ -391,6 +418,7 @@ def _validate_autoscale(config: ClusterConfig) -> None:
 def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
     groups = config.prefill_worker.layer_groups
     return [
+        ("placement.cpus", config.placement.cpus),
         ("model.max_model_len", config.model.max_model_len),
         ("kv.pool_bytes", config.kv.pool_bytes),
         ("kv.num_pages", config.kv.num_pages),
@@ -448,6 +476,7 @@ def _lane_caps(transfer: TransferConfig) -> list[tuple[str, float]]:
 
 def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:
     return [
+        ("placement.gpus", config.placement.gpus),
         ("prefill_worker.grace_s", config.prefill_worker.grace_s),
         ("kv.swa_pages", config.kv.swa_pages or 0),
         ("kv.state_slots", config.kv.state_slots or 0),

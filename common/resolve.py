@@ -137,7 +137,7 @@ def merge(layers: Sequence[Layer]) -> tuple[ClusterConfig, tuple[Decision, ...]]
             from_mapping(ClusterConfig, layer.values)
         except ConfigError as error:
             raise ConfigError(error.field, error.value, f"{error.reason} [{layer.origin}]", error.hint) from error
-        for name, value in _flat(layer.values):
+        for name, value in flat(layer.values):
             origins[name] = layer.origin
             _assign(values, name, value)
     config = from_mapping(ClusterConfig, values)
@@ -257,10 +257,10 @@ def _scalar(name: str, text: str) -> Any:
         raise ConfigError(name, text, "is not a valid YAML value") from error
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
-        pairs += _flat(value, f"{path}{name}.") if isinstance(value, Mapping) else [(f"{path}{name}", value)]
+        pairs += flat(value, f"{path}{name}.") if isinstance(value, Mapping) else [(f"{path}{name}", value)]
     return pairs
 
 

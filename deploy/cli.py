@@ -34,9 +34,9 @@ def version() -> None:
 
 
 for command in (
-    serving.serve, serving.run, serving.chat, studying.bench, looking.status, looking.top, looking.kv,
-    looking.handoffs, looking.trace, serving.doctor, serving.drain, serving.flip, studying.calibrate, studying.plan,
-    studying.sim, serving.demo, version,
+    serving.serve, serving.deploy, serving.down, serving.run, serving.chat, studying.bench, looking.status,
+    looking.top, looking.kv, looking.handoffs, looking.trace, serving.doctor, serving.drain, serving.flip,
+    studying.calibrate, studying.plan, studying.sim, serving.demo, version,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(jobs)

@@ -43,7 +43,8 @@ from baton.deploy.controller_seats import (
     SeatStatus,
     StartWorker,
 )
-from baton.transfer.actor import HEALTH, WATCH, in_group
+from baton.deploy.ray_side import Place
+from baton.transfer.actor import HEALTH, WATCH, at_this_node, in_group
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 
@@ -63,7 +64,7 @@ class Seat:
 
     spec: SeatSpec
     cores: tuple[int, ...]
-    num_cpus: float
+    place: Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class ControllerLoop:
         self._clock = MonotonicClock()
         # Views of successive controllers are ordered by their version; there is nobody to count incarnations.
         self._stamp = Stamp(CONTROLLER, 1, Epoch(secrets.randbits(62) + 1))
-        self._mesh = Mesh(self._stamp, plan.config.bind_host, plan.keys)
+        self._mesh = Mesh(self._stamp, at_this_node(plan.config).bind_host, plan.keys)
         self._core: ControllerCore | None = None
         self._autoscale = AutoscaleControl(plan.policy, self._clock.now()) if plan.policy is not None else None
         self._peers: dict[WorkerId, Member] = {}
@@ -306,7 +307,7 @@ class ControllerLoop:
             run_dir=self._plan.run_dir,
         )
         try:
-            handle = ray_side.create_process(process, self._plan.class_paths[spec.role], seat.num_cpus)
+            handle = ray_side.create_process(process, self._plan.class_paths[spec.role], seat.place)
         except (ray.exceptions.RayError, ValueError, ImportError) as error:
             self._on_start_failed(worker, incarnation, str(error))
             return

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton.common import env
-from baton.common.config import FAKE_MODEL, ClusterConfig
+from baton.common.config import FAKE_MODEL, NODE_ADDRESS, ClusterConfig
 from baton.common.errors import BatonError, ConfigError
 from baton.common.huge_pages import shared_huge_pages
 from baton.common.model.spec import resolve_source
@@ -200,6 +200,8 @@ def _huge_pages() -> Finding:
 
 
 def _interface(config: ClusterConfig) -> Finding:
+    if config.bind_host == NODE_ADDRESS:
+        return Finding("cluster interface", Verdict.OK, "that by which Ray knows each node")
     try:
         with socket.create_server((config.bind_host, 0)):
             return Finding("cluster interface", Verdict.OK, f"bind_host = {config.bind_host}")

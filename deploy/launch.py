@@ -37,7 +37,15 @@ from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.listener import open_listener
 from baton.deploy.planner.command import read_cost
 from baton.deploy.planner.outcome import Slo
-from baton.deploy.ray_side import KILL_GRACE_S, REAP_TIMEOUT_S, create_actor, find_process, reap_strangers
+from baton.deploy.ray_side import (
+    KILL_GRACE_S,
+    REAP_TIMEOUT_S,
+    create_actor,
+    find_process,
+    forget_run_dir,
+    place_of,
+    reap_strangers,
+)
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import actor_name, make_private, new_run_dir, reap, run_root
 
@@ -159,6 +167,8 @@ class ClusterHandle:
                 left.append(f"Ray did not answer: {_first_line(error)}")
         if self.owns_ray:
             ray.shutdown()
+        else:
+            forget_run_dir(self.plan.run_dir)
         shutil.rmtree(self.plan.run_dir, ignore_errors=True)
         if left:
             raise LaunchError("; ".join(left))
@@ -221,10 +231,11 @@ def launch(
     config = _checked(config)
     policy = _policy(config)
     owns_ray = _connect(config, ray_address, on_progress, ray_temp_dir)
+    wanted = sum(seat.place.num_cpus for seat in _seats(config))
     free_cpus = ray.available_resources().get("CPU", 0.0)
-    if free_cpus < config.prefill + config.decode:
+    if free_cpus < wanted:
         # Not an error: Ray may be about to add nodes. But nobody should wait without knowing for what.
-        on_progress(f"Ray has {free_cpus:g} free CPUs; {config.prefill + config.decode} workers wait for one each")
+        on_progress(f"Ray has {free_cpus:g} free CPUs; {config.prefill + config.decode} workers wait for {wanted:g}")
     plan = ClusterPlan(
         config=config,
         keys=ClusterKeys.generate(),
@@ -238,7 +249,9 @@ def launch(
     try:
         if find_process(config.cluster, CONTROLLER) is not None:
             raise ConfigError("cluster", config.cluster, "a cluster of this name is running on this Ray")
-        controller = create_actor(ControllerActor, plan, config.cluster, CONTROLLER, num_cpus=0, max_restarts=-1)
+        controller = create_actor(
+            ControllerActor, plan, config.cluster, CONTROLLER, place_of(CONTROLLER, config.placement), max_restarts=-1
+        )
         handle = ClusterHandle(plan, controller, owns_ray)
         on_progress("starting the controller")
         _wait_first_ready(handle, on_progress)
@@ -257,7 +270,7 @@ def attach(cluster: str, ray_address: str) -> ClusterHandle:
     """A handle on a cluster that runs on an existing Ray. Raises LaunchError when there is no such Ray or cluster."""
     env.prepare_ray()
     if not ray.is_initialized():
-        _join_ray(ray_address)
+        join_ray(ray_address)
     controller = find_process(cluster, CONTROLLER)
     if controller is None:
         raise LaunchError(f"no cluster named {cluster!r} runs on this Ray")
@@ -272,6 +285,8 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     if config.model.model != FAKE_MODEL:
         resolve_source(config.model.model)
     gateway = config.gateway
+    if config.placement.resources == "role" and gateway.port:
+        return config  # the gateway listens on another machine, perhaps
     with open_listener(gateway.host, gateway.port) as probe:
         port = probe.getsockname()[1]
     return dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
@@ -302,7 +317,7 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
     env.prepare_ray()
     if address is not None:
         on_progress(f"connecting to Ray at {address}")
-        _join_ray(address, config.cluster)
+        join_ray(address, config.cluster)
         return False
     on_progress("starting Ray on this machine")
     workers = config.prefill + config.decode
@@ -325,7 +340,7 @@ def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, 
     return True
 
 
-def _join_ray(address: str, namespace: str | None = None) -> None:
+def join_ray(address: str, namespace: str | None = None) -> None:
     _find_listener(address)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
@@ -357,9 +372,9 @@ def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
         spec = SeatSpec(WorkerId(f"{role}-{number}"), role)
-        seats.append(Seat(spec=spec, cores=cores[index], num_cpus=1))
+        seats.append(Seat(spec=spec, cores=cores[index], place=place_of(role, config.placement)))
     gateway = SeatSpec(WorkerId("gateway-0"), "gateway")
-    return (*seats, Seat(spec=gateway, cores=(), num_cpus=0))
+    return (*seats, Seat(spec=gateway, cores=(), place=place_of("gateway", config.placement)))
 
 
 def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:

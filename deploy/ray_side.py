@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -16,9 +17,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from baton.common.config import PlacementConfig
 from baton.common.errors import BatonError
 from baton.common.ids import WorkerId
 from baton.common.log import EventLog
+from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.transfer.actor import CONCURRENCY_GROUPS, ProcessReport
 from baton.transfer.process import ProcessSpec, actor_name, parse_actor_name, reap, reap_all_except
 
@@ -37,6 +40,17 @@ class FoundProcess:
     report: ProcessReport | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What Ray must find on a node to put a process there."""
+
+    num_cpus: float = 0
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    node_labels: tuple[str, ...] = ()
+    spread: bool = False
+
+
 def load_class(path: str) -> type[object]:
     """`"package.module:Class"` -> the class."""
     module, _, name = path.partition(":")
@@ -44,14 +58,29 @@ def load_class(path: str) -> type[object]:
     return found
 
 
-def create_process(spec: ProcessSpec, class_path: str, num_cpus: float) -> ActorHandle:
+def place_of(role: str, placement: PlacementConfig) -> Place:
+    """Of a process of this role: prefill, decode, gateway or controller. A worker's place is that of the role for which
+    its seat was made, also when it has another one later."""
+    named = {f"baton_{role}": 1.0} if placement.resources == "role" else {}
+    if role not in COMPUTE_ROLES:
+        return Place(resources=named, node_labels=placement.node_labels)
+    return Place(
+        num_cpus=placement.cpus,
+        num_gpus=placement.gpus,
+        resources=named,
+        node_labels=placement.node_labels,
+        spread=placement.strategy == "spread",
+    )
+
+
+def create_process(spec: ProcessSpec, class_path: str, place: Place) -> ActorHandle:
     """A detached actor that Ray never restarts: its successor gets another incarnation, from the controller."""
     cluster = spec.config.cluster
-    return create_actor(load_class(class_path), spec, cluster, spec.name, num_cpus=num_cpus, max_restarts=0)
+    return create_actor(load_class(class_path), spec, cluster, spec.name, place, max_restarts=0)
 
 
 def create_actor(
-    cls: type[object], argument: object, cluster: str, name: str, *, num_cpus: float, max_restarts: int
+    cls: type[object], argument: object, cluster: str, name: str, place: Place, *, max_restarts: int
 ) -> ActorHandle:
     """Detached: it outlives whoever creates it."""
     options: dict[str, Any] = {
@@ -59,9 +88,15 @@ def create_actor(
         "namespace": cluster,
         "lifetime": "detached",
         "max_restarts": max_restarts,
-        "num_cpus": num_cpus,
         "concurrency_groups": CONCURRENCY_GROUPS,
+        "num_cpus": place.num_cpus,
+        "num_gpus": place.num_gpus,
+        "resources": dict(place.resources),
     }
+    if place.node_labels:
+        options["label_selector"] = dict(label.split("=", 1) for label in place.node_labels)
+    if place.spread:
+        options["scheduling_strategy"] = "SPREAD"
     return ray.remote(**options)(cls).remote(argument)
 
 
@@ -115,6 +150,27 @@ def kill_and_prove(cluster: str, run_dir: str, worker: WorkerId, incarnation: in
 def reap_strangers(run_dir: str, keep: frozenset[str]) -> bool:
     """Kills every process of this cluster whose name is not in `keep`. True: all proven gone."""
     return _on_every_node(reap_all_except, run_dir, keep, REAP_TIMEOUT_S)
+
+
+def kill_actors(cluster: str) -> int:
+    """Of every named actor of this cluster; how many there were."""
+    names = [
+        entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster
+    ]
+    handles = [handle for name in names if (handle := find_process(cluster, name)) is not None]
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+    return len(handles)
+
+
+def forget_run_dir(run_dir: str) -> None:
+    """On every node that answers. What is left on another holds the names of processes that are gone."""
+    _on_every_node(_remove_run_dir, run_dir)
+
+
+def _remove_run_dir(run_dir: str) -> bool:
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return True
 
 
 def _on_every_node(function: Callable[..., bool], *arguments: object) -> bool:

@@ -13,11 +13,12 @@ import faulthandler
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
 
 import ray
 
+from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Member, Membership
 from baton.transfer.io import IoThread
@@ -53,6 +54,13 @@ def in_group(group: str) -> Callable[[MethodT], MethodT]:
     return cast(Callable[[MethodT], MethodT], ray.method(concurrency_group=group))
 
 
+def at_this_node(config: ClusterConfig) -> ClusterConfig:
+    """With the address of this node for `bind_host: node`. Call in a process of Ray's."""
+    if config.bind_host != NODE_ADDRESS:
+        return config
+    return replace(config, bind_host=ray.util.get_node_ip_address())
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
     """What a live process knows: its role, itself when it has been admitted, the last membership it was told, and
@@ -80,6 +88,7 @@ class ProcessActor:
     def __init__(self, spec: ProcessSpec) -> None:
         register_process(spec.run_dir, spec.name)
         die_with_parent()
+        spec = replace(spec, config=at_this_node(spec.config))
         configure_logging(spec.name, spec.config.log_level)
         self._role = spec.role
         self._draining = False

@@ -97,7 +97,7 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         num_pages=_with_null(decided_counts(config.kv, layout)),
         page_size=config.kv.page_size,
         attention=config.model.attention,
-        threads=len(spec.cores) or max(1, (os.cpu_count() or 1) // (config.prefill + config.decode)),
+        threads=len(spec.cores) or _threads(config),
         shared=shared,
         progress=progress,
     )
@@ -116,6 +116,13 @@ def weights_identity(model: str) -> str:
     from baton.common.model.loading import weights_identity as of_files
 
     return of_files(model)
+
+
+def _threads(config: ClusterConfig) -> int:
+    """Of a worker that is not pinned. Where nodes are not told apart, all workers are taken to be on this machine."""
+    if config.placement.resources == "role":
+        return config.placement.cpus
+    return max(1, (os.cpu_count() or 1) // (config.prefill + config.decode))
 
 
 def _with_null(counts: Mapping[Component, int]) -> dict[Component, int]:

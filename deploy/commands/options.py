@@ -27,7 +27,14 @@ Settings = Annotated[
 ]
 RayAddress = Annotated[str | None, typer.Option(help="An existing Ray cluster; without: one on this machine.")]
 RunningRay = Annotated[str, typer.Option("--ray-address", help="The Ray that the cluster runs on.")]
+RayOrJobs = Annotated[
+    str,
+    typer.Option(
+        "--address", "--ray-address", help="The Ray to run on, as one of its nodes; or its Jobs API: http://HEAD:8265."
+    ),
+]
 Cluster = Annotated[str, typer.Option(help="Its name, of the setting `cluster`.")]
+DrainS = Annotated[float, typer.Option(help="What runs may take so long to finish.")]
 Worker = Annotated[str, typer.Argument(help="decode-0, say.")]
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]

@@ -1,4 +1,4 @@
-"""`baton serve, run, chat, demo, doctor, drain, flip`: bring a cluster up, use it, mend it."""
+"""`baton serve, deploy, down, run, chat, demo, doctor, drain, flip`: bring a cluster up, use it, mend it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from baton.deploy.commands.options import (
     Cluster,
     ConfigFile,
     Decode,
+    DrainS,
     Dtype,
     Host,
     Model,
     Port,
     Prefill,
     RayAddress,
+    RayOrJobs,
     RunningRay,
     Settings,
     Url,
@@ -49,6 +51,47 @@ def serve(
 
     layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
     run_server(layers, ray_address, err)
+
+
+def deploy(
+    address: RayOrJobs = "auto",
+    model: Model = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    host: Host = None,
+    port: Port = None,
+    dtype: Dtype = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    replace: Annotated[bool, typer.Option("--replace", help="End one that runs with other settings.")] = False,
+    drain_s: DrainS = 30.0,
+    timeout_s: Annotated[float, typer.Option(help="Until all of it serves.")] = 900.0,
+) -> None:
+    """Bring a cluster up on a Ray that runs, and leave it there. Does nothing where it is there already."""
+    from baton.deploy import standing
+    from baton.deploy.serve import Progress, decide
+
+    layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
+    if standing.is_jobs_api(address):
+        options = [f"--drain-s={drain_s}", f"--timeout-s={timeout_s}", *(["--replace"] if replace else [])]
+        standing.submit(address, standing.deploy_command(layers, options), typer.echo)
+        return
+    handle = standing.stand_up(
+        decide(layers, err), address, replace=replace, drain_s=drain_s, timeout_s=timeout_s, on_progress=Progress(err)
+    )
+    typer.echo(standing.gateway_url(handle))
+
+
+def down(cluster: Cluster = "baton", address: RayOrJobs = "auto", drain_s: DrainS = 30.0) -> None:
+    """End a cluster that `deploy` brought up, and leave nothing of it on that Ray."""
+    from baton.deploy import standing
+
+    if standing.is_jobs_api(address):
+        command = ["baton", "down", f"--cluster={cluster}", f"--drain-s={drain_s}"]
+        standing.submit(address, command, typer.echo)
+        return
+    there = standing.take_down(cluster, address, drain_s)
+    err.print(f"{cluster} is down" if there else f"nothing named {cluster} runs there", markup=False)
 
 
 def run(

@@ -7,7 +7,7 @@ import threading
 from baton.common.config import LivenessConfig
 from baton.common.ids import CONTROLLER, Epoch
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Load, Member, Membership
-from baton.transfer.actor import HEALTH, WATCH, ProcessReport, in_group
+from baton.transfer.actor import HEALTH, WATCH, ProcessReport, at_this_node, in_group
 from baton.transfer.mesh import Mesh
 from baton.transfer.process import ProcessSpec, die_with_parent, register_process
 
@@ -22,7 +22,7 @@ class StubActor:
         self._spec = spec
         self._stamp = spec.new_stamp()
         self._liveness: LivenessConfig = spec.config.liveness
-        self._mesh = Mesh(self._stamp, spec.config.bind_host, spec.keys)
+        self._mesh = Mesh(self._stamp, at_this_node(spec.config).bind_host, spec.keys)
         self._mesh.connect(CONTROLLER, spec.controller_address)
         layout = "b" if spec.role == "decode" and spec.config.cluster.endswith("differs") else "a"
         self._member = Member(
@@ -59,6 +59,10 @@ class StubActor:
     def rejoin(self, controller_address: str) -> None:
         self._new_address = controller_address
         self._mesh.wake()
+
+    @in_group(WATCH)
+    def drain(self, timeout_s: float) -> bool:
+        return True
 
     @in_group(HEALTH)
     def view(self) -> Membership | None:

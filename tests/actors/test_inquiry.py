@@ -13,7 +13,7 @@ from baton.common.config import ClusterConfig
 from baton.common.errors import RequestError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import Component
-from baton.deploy.ray_side import create_actor
+from baton.deploy.ray_side import Place, create_actor
 from baton.transfer.process import ProcessSpec, recorded_pid
 
 pytestmark = pytest.mark.ray
@@ -42,7 +42,7 @@ def spec(tmp_path: Path) -> ProcessSpec:
 def test_questions_to_a_stuck_process_leave_its_health_alone(
     ray_session: str, spec: ProcessSpec, shell: type[StuckWorker] | type[StuckGateway]
 ) -> None:
-    actor = create_actor(shell, spec, "inquiry", shell.__name__, num_cpus=0, max_restarts=0)
+    actor = create_actor(shell, spec, "inquiry", shell.__name__, Place(), max_restarts=0)
     try:
         asked = [actor.status.remote() for _ in range(ASKED)]
         if shell is StuckWorker:
@@ -59,7 +59,7 @@ def test_questions_to_a_stuck_process_leave_its_health_alone(
 
 
 def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: str, spec: ProcessSpec) -> None:
-    actor = create_actor(StuckWorker, spec, "inquiry", "pages", num_cpus=0, max_restarts=0)
+    actor = create_actor(StuckWorker, spec, "inquiry", "pages", Place(), max_restarts=0)
     try:
         ray.get(actor.let_go.remote(), timeout=ANSWER_S)
         assert ray.get(actor.page_owner.remote(7, Component.STATE), timeout=ANSWER_S) == "state page 7"
@@ -72,7 +72,7 @@ def test_a_page_that_is_not_there_is_told_as_what_it_is(ray_session: str, spec: 
 
 
 def test_a_start_that_fails_is_told_to_whoever_watches_however_late(ray_session: str, spec: ProcessSpec) -> None:
-    actor = create_actor(StuckWorker, spec, "inquiry", "watched", num_cpus=0, max_restarts=0)
+    actor = create_actor(StuckWorker, spec, "inquiry", "watched", Place(), max_restarts=0)
     try:
         for watcher in (1, 2):
             with pytest.raises(RayTaskError) as told:

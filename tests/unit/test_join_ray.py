@@ -18,6 +18,7 @@ from baton.deploy import launch
 from baton.deploy.controller import ClusterPlan, Seat
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.launch import ClusterHandle, LaunchError, attach
+from baton.deploy.ray_side import Place
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +159,7 @@ def test_a_controller_that_does_not_answer_is_one_line(fake_ray: FakeRay, error:
 
 def test_a_drain_without_a_controller_has_not_drained(fake_ray: FakeRay) -> None:
     lost = handle(FakeController([ActorDiedError()]))
-    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), cores=(), num_cpus=0)
+    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), cores=(), place=Place())
     assert not replace(lost, plan=replace(lost.plan, seats=(gateway,))).drain(0.0)
 
 

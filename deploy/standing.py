@@ -1,0 +1,131 @@
+"""Clusters that outlive whoever brings them up, on a Ray that runs: `baton deploy` and `baton down`.
+
+Owns: that both may be said any number of times: `stand_up` finds what is wanted there already, `take_down` finds
+nothing. Never: starts or stops Ray, or changes a cluster that runs as something else unless told to.
+
+From a machine that is no node of Ray's, its Jobs API (http://HEAD:8265) runs the same commands on its head node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+import ray
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from baton.common import env
+from baton.common.config import POSTGRES, ClusterConfig
+from baton.common.errors import ConfigError
+from baton.common.ids import CONTROLLER
+from baton.common.model.cache import Progress, silent
+from baton.common.resolve import Layer, flat
+from baton.deploy.launch import CLASS_PATHS, ClusterHandle, LaunchError, attach, join_ray, launch
+from baton.deploy.ray_side import find_process, kill_actors
+
+JOBS_API = ("http://", "https://")
+
+
+def stand_up(
+    config: ClusterConfig,
+    ray_address: str,
+    *,
+    replace: bool = False,
+    drain_s: float = 0.0,
+    timeout_s: float,
+    on_progress: Progress = silent,
+    class_paths: Mapping[str, str] = CLASS_PATHS,
+) -> ClusterHandle:
+    """The cluster of this name, as configured and ready. One that runs with other settings is an error that names
+    them; with `replace` it finishes what it has within `drain_s`, and makes room. Raises ConfigError, LaunchError."""
+    running = find_cluster(config.cluster, ray_address)
+    if running is not None:
+        differences = _differences(config, running.plan.config)
+        if not differences:
+            on_progress(f"{config.cluster} runs already, as configured")
+            running.wait_ready(timeout_s)
+            return running
+        if not replace:
+            field, value = next(iter(differences.items()))
+            reason = f"{config.cluster} runs with other settings: {', '.join(differences)}"
+            raise ConfigError(field, value, reason, "--replace ends it first")
+        on_progress(f"{config.cluster} runs with other {', '.join(differences)}: ending it")
+        running.drain(drain_s)
+        running.shutdown()
+    return launch(config, ray_address=ray_address, on_progress=on_progress, class_paths=class_paths)
+
+
+def take_down(cluster: str, ray_address: str, drain_s: float) -> bool:
+    """Ends the cluster of this name, when it has finished what it runs or `drain_s` have passed. False: there was
+    none. Raises LaunchError when a process is left."""
+    running = find_cluster(cluster, ray_address)
+    if running is None:
+        return kill_actors(cluster) > 0  # of one whose controller was killed by hand
+    running.drain(drain_s)
+    running.shutdown()
+    return True
+
+
+def find_cluster(cluster: str, ray_address: str) -> ClusterHandle | None:
+    """None: no cluster of this name runs on that Ray. Raises LaunchError when there is no such Ray."""
+    env.prepare_ray()
+    if not ray.is_initialized():
+        join_ray(ray_address, cluster)
+    return attach(cluster, ray_address) if find_process(cluster, CONTROLLER) is not None else None
+
+
+def gateway_url(handle: ClusterHandle) -> str:
+    """Where it is reached from other machines: a gateway that listens on all addresses of its node has this one."""
+    for member in handle.status().members:
+        if member.role == "gateway":
+            host = member.address.removeprefix("tcp://").rpartition(":")[0]
+            return handle.gateway_url.replace("//0.0.0.0:", f"//{host}:").replace("//[::]:", f"//{host}:")
+    return handle.gateway_url
+
+
+def is_jobs_api(ray_address: str) -> bool:
+    return ray_address.startswith(JOBS_API)
+
+
+def deploy_command(layers: Sequence[Layer], options: Sequence[str]) -> list[str]:
+    """`baton deploy` for the head node, with the settings of these layers. Raises ConfigError for a setting that must
+    not be seen by all who see Ray's dashboard."""
+    values = {name: value for layer in layers for name, value in flat(layer.values)}
+    database = values.get("jobs.database", "")
+    if isinstance(database, str) and database.startswith(POSTGRES) and "@" in database:
+        hint = "set BATON_SET_JOBS__DATABASE in the environment of Ray's nodes"
+        raise ConfigError("jobs.database", database.partition(":")[0], "Ray's dashboard would show it", hint)
+    settings = [f"--set={name}={json.dumps(value)}" for name, value in values.items()]
+    return ["baton", "deploy", *options, *settings]
+
+
+def submit(ray_address: str, command: Sequence[str], say: Callable[[str], None]) -> None:
+    """Runs a command of ours on the head node, through Ray's Jobs API, and says what it says. Raises LaunchError when
+    it cannot be run, or fails."""
+    env.prepare_ray()
+    try:
+        client = JobSubmissionClient(ray_address)
+        job = client.submit_job(entrypoint=shlex.join(command))
+        asyncio.run(_follow(client, job, say))
+        status = client.get_job_status(job)
+    except (ConnectionError, RuntimeError) as error:  # nobody there; no token; another version
+        raise LaunchError(f"Ray's Jobs API at {ray_address}: {str(error).partition(chr(10))[0]}") from error
+    if status != JobStatus.SUCCEEDED:
+        raise LaunchError(f"{shlex.join(command[:2])} ended there as {status}")
+
+
+async def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> None:
+    """Until the job has ended."""
+    async for lines in client.tail_job_logs(job):
+        say(lines.rstrip("\n"))
+
+
+def _differences(wanted: ClusterConfig, running: ClusterConfig) -> dict[str, object]:
+    """Settings that are not as wanted, with their wanted values. Any free port is as good as another."""
+    if wanted.gateway.port == 0:
+        wanted = dataclasses.replace(wanted, gateway=dataclasses.replace(wanted.gateway, port=running.gateway.port))
+    there = dict(flat(dataclasses.asdict(running)))
+    return {name: value for name, value in flat(dataclasses.asdict(wanted)) if there.get(name) != value}
