@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
+from baton.common.prompt_logprobs import PromptLogprobs
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
@@ -88,6 +89,7 @@ class SamplingParams(_Value, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=128)] = ()
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # -1: none; n: the chosen token's and the n best
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # the same, of the prompt's own tokens
     grammar: Grammar | None = None
 
     @property
@@ -95,6 +97,12 @@ class SamplingParams(_Value, frozen=True, kw_only=True):
         """The logits are changed, token by token."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The prompt's own tokens get log probabilities: so all of it is computed, whatever is cached. Together with
+        output 0, and never again: who goes on from outputs has them."""
+        return self.prompt_logprobs >= 0
 
     @property
     def reshapes(self) -> bool:
@@ -252,13 +260,15 @@ class Submitted(_Message, frozen=True, kw_only=True):
 
 class Output(_Message, frozen=True, kw_only=True):
     """decode -> gateway: output tokens from `first_index` on. The last one has `finish_reason` or `failure`, and is
-    re-sent until FinishAck. A gap (first_index above what has been received) is asked for again with Resume."""
+    re-sent until FinishAck. A gap (first_index above what has been received) is asked for again with Resume. Every one
+    that begins with token 0 has the prompt's log probabilities, where they are wanted: so who has a token has them."""
 
     request_id: RequestId
     placement: Count
     first_index: Count
     tokens: Tokens = b""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: ShortStr = ""  # "" | "stop" | "length"
     failure: Failure | None = None
     timeline: Timeline | None = None  # with the last one
@@ -375,6 +385,7 @@ class Done(_Message, frozen=True, kw_only=True):
     total_tokens: Count
     first_token: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1  # -1: none was asked for
     logprob: TokenLogprob | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, where they are wanted
     prefill_s: float = 0.0
     cached_tokens: Count = 0
 

@@ -294,6 +294,8 @@ class DecodeCore:
                 continue
             request.times.prefill_s += per_token_s * computed[index]
             request.count_tokens(end - computed[index], end, "local_tokens")
+            if (scores := result.scores.get(request.number)) is not None:
+                request.scores.append(scores)
             assert isinstance(request.state, Prefilling), request.state
             self._parts.caching.keep_checkpoint(request, end)
             if end < request.state.until:

@@ -7,6 +7,7 @@ from baton.common.engine.policy import ExplainGrammar, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId
 from baton.common.messages import Failure, Submit, unpack_tokens
+from baton.common.prompt_logprobs import explain_too_many
 from baton.decode.sessions import Sessions
 
 
@@ -40,6 +41,8 @@ class Door:
                 return Failure(code=ErrorCode.INVALID_REQUEST, reason=field + foreign)
         if len(prompt) >= self._max_context_len or len(prompt) > self._longest:
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=f"{len(prompt)} tokens never fit this worker")
+        if too_many := explain_too_many(len(prompt), message.sampling.prompt_logprobs):
+            return Failure(code=ErrorCode.INVALID_REQUEST, reason=too_many)
         if wrong := self._explain_grammar(message.sampling.grammar):
             return Failure(code=ErrorCode.INVALID_REQUEST, reason=f"grammar: {wrong}")
         lost = message.session_turn > 0 and self._sessions.find(SessionId(message.session_id)) is None

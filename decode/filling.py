@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from baton.common.errors import ErrorCode
 from baton.common.kv.tiers.api import PagesRestored
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.units import page_ceil
 from baton.decode.answers import Answers
 from baton.decode.parts import Parts
@@ -102,6 +103,7 @@ class Filling:
         assert request is not None, f"{event} of a hand-off that has ended"
         ends = event.first_token in request.stop_ids or request.limit == 1
         if isinstance(request.state, Incoming) and request.wants_first_token and not ends:
+            _take_scores(request, event.prompt_logprobs)
             self._answers.append(request, event.first_token, event.logprob, now)
 
     def on_handed_off(self, event: SinkCommitted | SinkFailed, now: float) -> None:
@@ -122,6 +124,7 @@ class Filling:
                 times.transfer_s += event.transfer_s
                 times.scatter_s += event.scatter_s
                 times.prefill_s += event.result.prefill_s
+                _take_scores(request, event.result.prompt_logprobs)
                 self._answers.run(request, now, event.result.first_token, event.result.logprob)
             case Stopping():
                 self._answers.done(request, now)
@@ -152,7 +155,12 @@ class Filling:
 
     def _keep_what_landed(self, request: DecodeRequest, event: SinkFailed, start: int) -> None:
         # All may have landed without the first output: then the last position is computed once more, for its logits.
-        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
-        landed = max(min(event.landed_until, most), request.record.kv_committed_len)
+        landed = max(min(event.landed_until, request.max_prefix), request.record.kv_committed_len)
         request.count_transfer(event, start, landed)
         self._parts.pool.commit_incoming(request.record, landed)
+
+
+def _take_scores(request: DecodeRequest, scores: PromptLogprobs | None) -> None:
+    """They come with the first token, which may come twice."""
+    if scores is not None and request.wants_first_token:
+        request.scores = [scores]

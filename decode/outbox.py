@@ -20,13 +20,14 @@ from baton.common.engine.core_api import SendTo
 from baton.common.errors import ErrorCode
 from baton.common.ids import Stamp
 from baton.common.messages import Body, Failure, Output, Submitted, pack_tokens
+from baton.common.prompt_logprobs import join_chunks
 from baton.decode.request import DecodeRequest, RequestKey
 
 FINAL_TTL_S = 60.0
 """A gateway that has not acknowledged by then is deaf; it asks again if it ever recovers, and is told "not here"."""
 
 MAX_TOKENS_PER_OUTPUT = 4096
-"""With 20 alternatives each, their log probabilities take a fifth of what a frame may have."""
+"""With 20 alternatives each, their log probabilities take a fifth of what a frame may have; a prompt's half of it."""
 
 
 class Outbox:
@@ -63,6 +64,7 @@ class Outbox:
                 first_index=index,
                 tokens=packed,
                 logprobs=tuple(request.logprobs[index - request.inherited :]) if request.logprobs else (),
+                prompt_logprobs=join_chunks(request.scores) if index == 0 else None,
             ),
         )
 
@@ -170,4 +172,5 @@ def _piece(request: DecodeRequest, first: int) -> Output:
         first_index=first,
         tokens=pack_tokens(request.outputs[first:end]),
         logprobs=tuple(request.logprobs[first_logprob:end_logprob]),
+        prompt_logprobs=join_chunks(request.scores) if first == 0 and request.outputs else None,
     )

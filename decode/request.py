@@ -22,6 +22,7 @@ from baton.common.kv.prefix.interface import I32
 from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import JobId
 from baton.common.messages import Output, SamplingParams, Submit, TokenLogprob, unpack_tokens
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.decode.times import Times
 from baton.transfer.api import SinkCommitted, SinkFailed
 
@@ -106,6 +107,7 @@ class DecodeRequest:
     times: Times = field(default_factory=Times)
     inherited: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of outputs[inherited:], when asked for
+    scores: list[PromptLogprobs] = field(default_factory=list)  # of the prompt's tokens: whole with output 0
     kv: ReqKvInfo | None = None
     session_id: SessionId = NO_SESSION
     session_protected_len: int | None = None  # what the conversation shares with the tree, from its second turn on
@@ -156,6 +158,17 @@ class DecodeRequest:
     def wants_first_token(self) -> bool:
         """Prefill ends by sampling output 0; a request that has outputs continues from the newest one instead."""
         return not self.outputs
+
+    @property
+    def scored(self) -> bool:
+        """Whoever computes the prompt computes all of it, for its tokens' log probabilities."""
+        return self.wants_first_token and self.sampling.scores_prompt
+
+    @property
+    def max_prefix(self) -> int:
+        """So much of what is known already is of use. Without outputs the last prompt token is computed in any case:
+        its logits choose the first output."""
+        return 0 if self.scored else self.fill_len - self.wants_first_token
 
     @property
     def record(self) -> ReqKvInfo:

@@ -66,8 +66,7 @@ class Restores:
         if self._keys is None:
             return None
         page_size, start = self._keys.page_size, request.record.kv_committed_len
-        most = request.fill_len - 1 if request.wants_first_token else request.fill_len
-        end = page_floor(most, page_size)
+        end = page_floor(request.max_prefix, page_size)
         pages = whole_pages(end - start, page_size)
         # A session may own a part of a page: that page is computed, and what follows is new to everybody.
         if start % page_size or pages < self._config.restore_min_pages:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.common.engine.batch import I32, Batch, BatchRow, History, pack_batch
-from baton.common.engine.chunks import chunk_row
+from baton.common.engine.chunks import ChunkBudget, chunk_row
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
-from baton.common.engine.policy import chunk_end
 from baton.common.kv.pool import KvPool, Refused
 from baton.decode.request import DecodeRequest, Prefilling, Running
 
@@ -27,7 +26,7 @@ class Steps:
 
     def __init__(self, pool: KvPool, chunk_tokens: int) -> None:
         self._pool = pool
-        self._chunk_tokens = max(chunk_tokens, pool.page_size)
+        self._chunk_tokens = chunk_tokens
         self.running: list[DecodeRequest] = []  # oldest first
         self.prefilling: list[DecodeRequest] = []
         self._rows: list[DecodeRequest] = []  # of the launched step: decode rows, in batch order ...
@@ -107,17 +106,17 @@ class Steps:
         if not self.prefilling:
             return None
         rows: list[BatchRow] = []
-        budget = self._chunk_tokens
+        budget = ChunkBudget(self._pool, self._chunk_tokens)
         for request in self.prefilling:
             record = request.record
             assert isinstance(request.state, Prefilling), request.state
             done, total = record.kv_committed_len, request.state.until
-            end = chunk_end(done, total, budget, self._pool.page_size, self._pool.checkpoint_at(total))
+            end = budget.take(done, total, scored=request.scored)
             if end == done:
                 break
-            budget -= end - done
             sampling = request.sampling if request.wants_first_token and end == request.fill_len else None
-            rows.append(chunk_row(self._pool, record, request.number, request.fill_tokens, end, sampling))
+            top = request.sampling.prompt_logprobs if request.scored else -1
+            rows.append(chunk_row(self._pool, record, request.number, request.fill_tokens, end, sampling, top))
             self._chunks.append((request, end))
         copies = self._pool.take_state_copies(request.record for request, _ in self._chunks)
         return pack_batch(rows, self._pool.page_size, copies) if rows else None

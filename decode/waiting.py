@@ -71,9 +71,7 @@ class WaitingRequests:
         return window[0], verdict
 
     def _candidate(self, request: DecodeRequest) -> Candidate:
-        fill = request.fill_tokens
-        # Without outputs the last prompt token is computed again: its logits choose the first output.
-        max_prefix = len(fill) - 1 if request.wants_first_token else len(fill)
+        fill, max_prefix = request.fill_tokens, request.max_prefix
         slot = self._sessions.find(request.session_id)
         if slot is not None and (reusable := self._sessions.reusable(slot, fill[:max_prefix])):
             max_prefix = reusable

@@ -47,6 +47,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.deploy.demand import DemandMeter
 from baton.deploy.routing.router import Router
 from baton.deploy.session_book import Session, SessionBook
@@ -79,6 +80,7 @@ class TokensArrived(Struct, frozen=True):
     first_index: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: PromptLogprobs | None = None  # with token 0, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +451,8 @@ class GatewayCore:
             request.outputs.extend(tokens)
             self._demand.said += len(tokens)
             logprobs = message.logprobs[known - message.first_index :]
-            out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs))
+            scores = message.prompt_logprobs if known == 0 else None
+            out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs, scores))
         if last:
             out.append(_to(sender, FinishAck(request_id=request.request_id, placement=request.placement)))
             self._on_last(request, sender, message, now, out)

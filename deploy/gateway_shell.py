@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, cast, final
 
+import msgspec
 import numpy as np
 
 from baton.common.clock import Clock
@@ -26,6 +27,7 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.trace import ProcessTrace
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
@@ -88,6 +90,7 @@ class AnswerDelta:
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: PromptLogprobs | None = None  # with the first one, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class _Running:
             return first
         tokens = chain(first.tokens, *(event.tokens for event in more))
         logprobs = chain(first.logprobs, *(event.logprobs for event in more))
-        return TokensArrived(first.request_id, first.first_index, tuple(tokens), tuple(logprobs))
+        return msgspec.structs.replace(first, tokens=tuple(tokens), logprobs=tuple(logprobs))
 
 
 class Gateway:
@@ -442,4 +445,4 @@ def new_request_id() -> RequestId:
 
 def _delta(event: TokensArrived, piece: Piece) -> AnswerDelta:
     used = piece.tokens_used
-    return AnswerDelta(piece.text, event.tokens[:used], event.logprobs[:used])
+    return AnswerDelta(piece.text, event.tokens[:used], event.logprobs[:used], event.prompt_logprobs)

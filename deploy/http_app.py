@@ -33,7 +33,7 @@ from baton.deploy.gateway_shell import Gateway, new_request_id
 from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
-from baton.deploy.openai_answers import answer_json, answer_stream, prepare
+from baton.deploy.openai_answers import answer_json, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
     ErrorDetail,
@@ -42,6 +42,7 @@ from baton.deploy.openai_replies import (
     ModelList,
     SessionCard,
 )
+from baton.deploy.openai_streams import answer_stream
 from baton.deploy.openapi import body_of, with_schemas
 from baton.deploy.responses_answers import prepare_response, respond, respond_stream
 from baton.deploy.responses_api import ResponsesRequest, parse_responses_request

@@ -1,4 +1,4 @@
-"""From a parsed request to an answer in OpenAI's shapes, whole or streamed.
+"""From a parsed request to an answer in OpenAI's shapes, whole. (Streamed: `openai_streams.py`.)
 
 Owns: the way of one HTTP request through the gateway: check the model, tokenize, one request per choice, and the
 assembly of choices, logprobs, usage and the `baton` extension. Never: HTTP headers or status codes (`http_app.py`).
@@ -11,39 +11,40 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.common.engine.guiding import Guides
-from baton.common.errors import RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId
-from baton.common.messages import Grammar, SamplingParams, TokenLogprob
+from baton.common.messages import Grammar, SamplingParams
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.deploy.chat_messages import chars_of, conversation
 from baton.deploy.gateway_shell import AnswerDelta, AnswerEnd, AnswerEvent, Gateway
 from baton.deploy.guided_api import check_grammar, grammar_asked
 from baton.deploy.json_bodies import refusal
 from baton.deploy.openai_api import MAX_CHOICES, ChatRequest, CompletionRequest, sampling_for
+from baton.deploy.openai_logprobs import (
+    NamedLogprob,
+    chat_logprobs,
+    completion_logprobs,
+    named_logprobs,
+    named_prompt,
+    prompt_logprob_list,
+)
 from baton.deploy.openai_replies import (
-    SSE_DONE,
     AnswerMessage,
     BatonExtension,
     ChatChoice,
-    ChatChunkChoice,
     Completion,
     CompletionChoice,
     Delta,
     MadeCall,
-    NamedLogprob,
+    PromptLogprobList,
     Usage,
-    chat_logprobs,
-    completion_logprobs,
-    http_error,
-    logprob_entry,
     server_timing,
-    sse_event,
     usage_of,
 )
 from baton.deploy.tokenizer import ServedModel, Tokenizer, encode_aside
@@ -52,11 +53,12 @@ from baton.deploy.tool_choices import Calling, PlainWriter, Writer, calling_aske
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One answer to one prompt."""
+    """One answer to one prompt. `echo`: the prompt's text, where that goes before it."""
 
     request_id: RequestId
     tokens: list[int]
     sampling: SamplingParams
+    echo: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Answering:
 
     def events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
         choice = self.choices[index]
-        return self.gateway.answer(
+        events = self.gateway.answer(
             choice.request_id,
             choice.tokens,
             choice.sampling,
@@ -89,6 +91,18 @@ class Answering:
             owner=self.owner,
             priority=self.request.priority or 0,
         )
+        return _without_answer(events) if self.request.wanted_tokens == 0 else events
+
+
+async def _without_answer(events: AsyncGenerator[AnswerEvent, None]) -> AsyncGenerator[AnswerEvent, None]:
+    """For who asked for no token: workers produce one all the same."""
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case AnswerDelta():
+                    yield AnswerDelta("", (), (), event.prompt_logprobs)
+                case AnswerEnd():
+                    yield replace(event, completion_tokens=0, finish_reason="length")
 
 
 async def prepare(
@@ -120,13 +134,23 @@ async def prepare(
             drawn_seed=secrets.randbits(63),
             grammar=asked,
         )
+        echo = _echo_of(model.tokenizer, request, len(choices) // per_prompt, tokens)
         for turn in range(per_prompt):
             own_id = request_id if count == 1 else f"{request_id}-{len(choices)}"
             own = msgspec.structs.replace(sampling, seed=(sampling.seed + turn) % (1 << 63))  # as in vLLM
-            choices.append(_Choice(RequestId(own_id), tokens, own))
+            if turn and not request.stream:  # the first one's are theirs, too
+                own = msgspec.structs.replace(own, prompt_logprobs=-1)
+            choices.append(_Choice(RequestId(own_id), tokens, own, echo))
     timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
     created = int(time.time())
     return Answering(gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, created, calling)
+
+
+def _echo_of(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, place: int, tokens: list[int]) -> str:
+    if isinstance(request, ChatRequest) or not request.echo:
+        return ""
+    given = request.prompts()[place]
+    return given if isinstance(given, str) else tokenizer.decode(tokens)
 
 
 async def _guide(guides: Guides, request: ChatRequest | CompletionRequest, calling: Calling | None) -> Grammar | None:
@@ -170,6 +194,7 @@ class WholeAnswer:
     end: AnswerEnd
     calls: list[MadeCall]
     finish_reason: str
+    prompt_logprobs: PromptLogprobs | None
 
 
 async def answer_json(answering: Answering) -> tuple[Completion, str]:
@@ -183,12 +208,13 @@ async def answer_json(answering: Answering) -> tuple[Completion, str]:
         await asyncio.gather(*tasks, return_exceptions=True)
     extensions = [extension_of(answering, index, whole.end) for index, whole in enumerate(answers)]
     reply = Completion(
-        id=_answer_id(answering),
+        id=answer_id(answering),
         object="chat.completion" if answering.is_chat else "text_completion",
         created=answering.created,
         model=answering.gateway.model.name,
         choices=_choices(answering, answers),
         usage=usage_of_choices(answering, {index: whole.end for index, whole in enumerate(answers)}),
+        prompt_logprobs=_prompt_logprobs(answering, 0, answers[0].prompt_logprobs) if answering.is_chat else UNSET,
         baton=extensions[0] if len(extensions) == 1 else extensions,
     )
     return reply, server_timing(max(extensions, key=lambda extension: extension.total_s))
@@ -198,14 +224,16 @@ async def collect_answer(answering: Answering, index: int) -> WholeAnswer:
     """One choice. Raises RequestError."""
     deltas: list[Delta] = []
     logprobs: list[NamedLogprob] = []
-    writer = writer_of(answering)
+    prompt_logprobs: PromptLogprobs | None = None
+    writer, tokenizer = writer_of(answering), answering.gateway.model.tokenizer
     async with aclosing(answering.events(index)) as events:
         async for event in events:
             if isinstance(event, AnswerEnd):
                 text, calls = told(deltas + writer.finish())
-                return WholeAnswer(text, logprobs, event, calls, _finish_reason(event, writer))
+                return WholeAnswer(text, logprobs, event, calls, finish_reason_of(event, writer), prompt_logprobs)
             deltas += writer.push(event.text)
-            logprobs += _named_logprobs(answering, event)
+            logprobs += named_logprobs(tokenizer, event.tokens, event.logprobs)
+            prompt_logprobs = event.prompt_logprobs or prompt_logprobs
     raise AssertionError("an answer ends with AnswerEnd or RequestError")
 
 
@@ -214,157 +242,55 @@ def writer_of(answering: Answering) -> Writer:
     return PlainWriter() if answering.calling is None else answering.calling.writer()
 
 
-def _finish_reason(end: AnswerEnd, writer: Writer) -> str:
+def finish_reason_of(end: AnswerEnd, writer: Writer) -> str:
     return "tool_calls" if writer.called and end.finish_reason == "stop" else end.finish_reason
 
 
 def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoice] | list[CompletionChoice]:
+    if not answering.is_chat:
+        return [_completion_choice(answering, index, answers) for index in range(len(answers))]
     wanted = answering.request.wanted_logprobs >= 0
-    if answering.is_chat:
-        return [
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(
-                    content=whole.text if whole.text or not whole.calls else None, tool_calls=whole.calls or UNSET
-                ),
-                finish_reason=whole.finish_reason,
-                logprobs=chat_logprobs(whole.logprobs) if wanted else None,
-            )
-            for index, whole in enumerate(answers)
-        ]
     return [
-        CompletionChoice(
+        ChatChoice(
             index=index,
-            text=whole.text,
-            finish_reason=whole.end.finish_reason,
-            logprobs=completion_logprobs(whole.logprobs, 0) if wanted else None,
+            message=AnswerMessage(
+                content=whole.text if whole.text or not whole.calls else None, tool_calls=whole.calls or UNSET
+            ),
+            finish_reason=whole.finish_reason,
+            logprobs=chat_logprobs(whole.logprobs) if wanted else None,
         )
         for index, whole in enumerate(answers)
     ]
 
 
-# ----------------------------------------------------------------------------------------- streamed answers
-
-
-async def answer_stream(answering: Answering) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. Raises RequestError before the first one; afterwards a failure is an event."""
-    ends: dict[int, AnswerEnd] = {}
-    offsets = [0] * len(answering.choices)  # characters of each answer so far
-    writers = [writer_of(answering) for _ in answering.choices]
-    begun: set[int] = set()
-    try:
-        async with aclosing(_merged(answering)) as events:
-            async for index, event in events:
-                if index not in begun and answering.is_chat:
-                    yield _chunk(answering, [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
-                begun.add(index)
-                if isinstance(event, AnswerEnd):
-                    ends[index] = event
-                    for delta in writers[index].finish():
-                        yield _chunk(answering, [ChatChunkChoice(index=index, delta=delta)])
-                    yield _last_chunk(answering, index, event, _finish_reason(event, writers[index]))
-                elif answering.is_chat:
-                    for chunk in _chat_chunks(answering, index, event, writers[index]):
-                        yield chunk
-                elif event.text or event.logprobs:
-                    yield _text_chunk(answering, index, event, offsets[index])
-                    offsets[index] += len(event.text)
-    except RequestError as error:
-        if not begun:
-            raise
-        yield sse_event(http_error(error).reply)
-        yield SSE_DONE
-        return
-    if answering.request.include_usage:
-        yield _chunk(answering, [], usage_of_choices(answering, ends))
-    yield SSE_DONE
-
-
-async def _merged(answering: Answering) -> AsyncGenerator[tuple[int, AnswerEvent], None]:
-    """The events of all choices, as they come. Raises the first RequestError of any; closing it ends all."""
-    if len(answering.choices) == 1:
-        async with aclosing(answering.events(0)) as events:
-            async for event in events:
-                yield 0, event
-        return
-    merged: asyncio.Queue[tuple[int, AnswerEvent | RequestError]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(answering, index, merged)) for index in range(len(answering.choices))]
-    try:
-        left = len(tasks)
-        while left:
-            index, item = await merged.get()
-            if isinstance(item, RequestError):
-                raise item
-            left -= isinstance(item, AnswerEnd)
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    answering: Answering, index: int, merged: asyncio.Queue[tuple[int, AnswerEvent | RequestError]]
-) -> None:
-    try:
-        async with aclosing(answering.events(index)) as events:
-            async for event in events:
-                merged.put_nowait((index, event))
-    except RequestError as error:
-        merged.put_nowait((index, error))
-
-
-def _chunk(
-    answering: Answering,
-    choices: list[ChatChunkChoice] | list[CompletionChoice],
-    usage: Usage | None = None,
-    extension: BatonExtension | UnsetType = UNSET,
-) -> bytes:
-    """With `include_usage` every chunk has `usage`: null but in the last. Without, none has."""
-    chunk = Completion(
-        id=_answer_id(answering),
-        object="chat.completion.chunk" if answering.is_chat else "text_completion",
-        created=answering.created,
-        model=answering.gateway.model.name,
-        choices=choices,
-        usage=usage if answering.request.include_usage else UNSET,
-        baton=extension,
+def _completion_choice(answering: Answering, index: int, answers: list[WholeAnswer]) -> CompletionChoice:
+    request, choice, whole = answering.request, answering.choices[index], answers[index]
+    assert isinstance(request, CompletionRequest)
+    scores = answers[index - index % answering.per_prompt].prompt_logprobs
+    named = whole.logprobs
+    if request.echo and request.logprobs is not None:
+        tokenizer = answering.gateway.model.tokenizer
+        named = named_prompt(tokenizer, choice.tokens, scores, request.logprobs) + named
+    return CompletionChoice(
+        index=index,
+        text=choice.echo + whole.text,
+        finish_reason=whole.end.finish_reason,
+        logprobs=completion_logprobs(named, 0) if request.wanted_logprobs >= 0 else None,
+        prompt_logprobs=_prompt_logprobs(answering, index, scores),
     )
-    return sse_event(chunk)
 
 
-def _chat_chunks(answering: Answering, index: int, event: AnswerDelta, writer: Writer) -> list[bytes]:
-    """Log probabilities come with the first piece; without one when the text of their tokens is held back."""
-    deltas = writer.push(event.text)
-    named = _named_logprobs(answering, event)
-    if named and not deltas:
-        deltas = [Delta(content="")]
-    choices = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
-    if named:
-        choices[0] = ChatChunkChoice(index=index, delta=deltas[0], logprobs=chat_logprobs(named))
-    return [_chunk(answering, [choice]) for choice in choices]
-
-
-def _text_chunk(answering: Answering, index: int, event: AnswerDelta, offset: int) -> bytes:
-    named = _named_logprobs(answering, event)
-    logprobs = completion_logprobs(named, offset) if named else None
-    return _chunk(answering, [CompletionChoice(index=index, text=event.text, logprobs=logprobs)])
-
-
-def _last_chunk(answering: Answering, index: int, end: AnswerEnd, finish_reason: str) -> bytes:
-    """The chunk with the finish reason carries the `baton` extension."""
-    extension = extension_of(answering, index, end)
-    if answering.is_chat:
-        last = ChatChunkChoice(index=index, delta=Delta(), finish_reason=finish_reason)
-        return _chunk(answering, [last], extension=extension)
-    choice = CompletionChoice(index=index, text="", finish_reason=finish_reason)
-    return _chunk(answering, [choice], extension=extension)
+def _prompt_logprobs(answering: Answering, index: int, scores: PromptLogprobs | None) -> PromptLogprobList | UnsetType:
+    top = answering.request.prompt_logprobs
+    if top is None:
+        return UNSET
+    return prompt_logprob_list(answering.gateway.model.tokenizer, answering.choices[index].tokens, scores, top)
 
 
 # ------------------------------------------------------------------------------------------------- parts
 
 
-def _answer_id(answering: Answering) -> str:
+def answer_id(answering: Answering) -> str:
     return f"{'chatcmpl' if answering.is_chat else 'cmpl'}-{answering.request_id}"
 
 
@@ -385,16 +311,4 @@ def extension_of(answering: Answering, index: int, end: AnswerEnd) -> BatonExten
         total_s=end.total_s,
         placements=end.placements,
         timeline=end.timeline,
-    )
-
-
-def _named_logprobs(answering: Answering, event: AnswerDelta) -> list[NamedLogprob]:
-    tokenizer = answering.gateway.model.tokenizer
-    return [_named(tokenizer, token, logprob) for token, logprob in zip(event.tokens, event.logprobs, strict=False)]
-
-
-def _named(tokenizer: Tokenizer, token: int, logprob: TokenLogprob) -> NamedLogprob:
-    return NamedLogprob(
-        logprob_entry(tokenizer.token_text(token), logprob.logprob),
-        tuple(logprob_entry(tokenizer.token_text(top), value) for top, value in logprob.top),
     )

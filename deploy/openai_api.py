@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.messages import MAX_LOGIT_BIASES, MAX_REPETITION_PENALTY, Grammar, Priority, SamplingParams
+from baton.common.prompt_logprobs import explain_too_many
 from baton.deploy.chat_messages import ChatMessage, ToolChoice, Tools, conversation
 from baton.deploy.guided_api import Choices, GrammarText, ResponseFormat, Schema, StructuredOutputs
 from baton.deploy.json_bodies import parse, refusal
@@ -67,8 +68,8 @@ class Sampled(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completions share."""
 
-    max_tokens: TokenCount | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -84,6 +85,7 @@ class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 class ChatRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -100,10 +102,17 @@ class ChatRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=
         """-1: none; n: the chosen token's and the n best."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
+    @property
+    def scored_top(self) -> int:
+        """The same, of the prompt's tokens."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
 
 class CompletionRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None  # 0: the echo alone
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -112,6 +121,11 @@ class CompletionRequest(_Completion, frozen=True, forbid_unknown_fields=True, kw
     @property
     def wanted_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def scored_top(self) -> int:
+        asked = -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        return max(asked, self.wanted_logprobs) if self.echo else asked
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids: one string, one list of ids, or a list of either."""
@@ -136,7 +150,6 @@ RequestT = TypeVar("RequestT", bound=ChatRequest | CompletionRequest)
 # Parameters of the OpenAI API that Baton does not have, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -165,6 +178,12 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
         raise refusal("stream_options", "needs stream: true")
     if isinstance(request, ChatRequest):
         _check_chat(request)
+    elif request.max_tokens == 0 and not request.echo:
+        raise refusal("max_tokens", "no answer is asked for: 0 needs echo: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise refusal("prompt_logprobs", "cannot be streamed")
+    if request.scored_top >= 0 and request.session_id is not None:
+        raise refusal("session_id", "a turn computes what is new: its prompt has no log probabilities")
     return request
 
 
@@ -197,6 +216,8 @@ def sampling_for(
             f"the prompt has {prompt_tokens} tokens; the limit, with the answer, is {max_model_len} tokens",
             field,
         )
+    if too_many := explain_too_many(prompt_tokens, request.scored_top):
+        raise refusal(field, too_many)
     room = max_model_len - prompt_tokens
     wanted = request.wanted_tokens
     if request.max_tokens is None and isinstance(request, CompletionRequest):
@@ -220,9 +241,10 @@ def sampling_for(
         presence_penalty=request.presence_penalty or 0.0,
         logit_bias=_biases(request, vocab_size),
         seed=seed & ((1 << 63) - 1),
-        max_tokens=room if wanted is None else wanted,
+        max_tokens=room if wanted is None else max(1, wanted),
         stop_token_ids=stop_ids,
         logprobs=request.wanted_logprobs,
+        prompt_logprobs=request.scored_top,
         grammar=grammar,
     )
 

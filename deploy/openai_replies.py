@@ -99,10 +99,24 @@ class ChatLogprobs(_Reply, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
+    """Of an echoed prompt's first token there are none."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(_Reply, frozen=True, kw_only=True):
+    """As in vLLM. `rank`: 1 is the likeliest token of all."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""By token id, of each prompt token: its own, and the likeliest. The first one has none."""
 
 
 class MadeFunction(_Reply, frozen=True, kw_only=True):
@@ -168,6 +182,7 @@ class CompletionChoice(_Reply, frozen=True, kw_only=True):
     text: str
     finish_reason: str | None = None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class Completion(_Reply, frozen=True, kw_only=True):
@@ -179,6 +194,7 @@ class Completion(_Reply, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET  # of a chat; completions have them in their choices
     baton: BatonExtension | list[BatonExtension] | UnsetType = UNSET
 
 
@@ -269,43 +285,3 @@ def server_timing(extension: BatonExtension) -> str:
         ("total", extension.total_s),
     ]
     return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts)
-
-
-def logprob_entry(token: str, logprob: float) -> LogprobEntry:
-    """`bytes` is None when the token alone is not whole characters: its text then shows U+FFFD."""
-    return LogprobEntry(token=token, logprob=logprob, bytes=None if "\ufffd" in token else list(token.encode()))
-
-
-@dataclass(frozen=True, slots=True)
-class NamedLogprob:
-    """One output token's log probabilities with the tokens' texts."""
-
-    chosen: LogprobEntry
-    top: tuple[LogprobEntry, ...]
-
-
-def chat_logprobs(entries: list[NamedLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                token=entry.chosen.token,
-                logprob=entry.chosen.logprob,
-                bytes=entry.chosen.bytes,
-                top_logprobs=list(entry.top),
-            )
-            for entry in entries
-        ]
-    )
-
-
-def completion_logprobs(entries: list[NamedLogprob], first_offset: int) -> CompletionLogprobs:
-    offsets, at = [], first_offset
-    for entry in entries:
-        offsets.append(at)
-        at += len(entry.chosen.token)
-    return CompletionLogprobs(
-        tokens=[entry.chosen.token for entry in entries],
-        token_logprobs=[entry.chosen.logprob for entry in entries],
-        top_logprobs=[{top.token: top.logprob for top in entry.top} for entry in entries],
-        text_offset=offsets,
-    )

@@ -29,9 +29,9 @@ from typing import assert_never
 from baton.common.config import PrefillConfig
 from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
-from baton.common.engine.chunks import chunk_row
+from baton.common.engine.chunks import ChunkBudget, chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
-from baton.common.engine.policy import ExplainGrammar, chunk_end, foreign_token
+from baton.common.engine.policy import ExplainGrammar, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
@@ -268,7 +268,8 @@ class PrefillCore:
             request = self._queue[0]
             offer = request.offer
             # A request that wants a token computes at least its last position; another may find everything cached.
-            most = request.total - 1 if offer.sample else request.total
+            # One whose prompt is scored computes all of it.
+            most = 0 if request.scored else request.total - 1 if offer.sample else request.total
             promised = self.pool.pre_alloc(request, offer.tokens, request.total, most)
             if isinstance(promised, Refused):
                 if (kept := self._kept.take_oldest()) is not None:
@@ -279,7 +280,7 @@ class PrefillCore:
                 return
             self._queue.pop(0)
             request.cached_tokens = promised.prefix_len
-            asked = self._returns.begin(request, now)
+            asked = None if request.scored else self._returns.begin(request, now)
             if asked is not None:
                 request.state = Returning()
                 self._out.append(asked)
@@ -318,16 +319,16 @@ class PrefillCore:
         if not self._prefilling and not self._kept:
             return None
         rows: list[BatchRow] = []
-        budget = max(self._config.chunk_tokens, self.pool.page_size)
+        budget = ChunkBudget(self.pool, self._config.chunk_tokens)
         for request in (*self._prefilling, *(one for one in self._kept if not one.complete)):
             record, total = request.record, request.total
             done = record.kv_committed_len
-            end = chunk_end(done, total, budget, self.pool.page_size, self.pool.checkpoint_at(total))
+            end = budget.take(done, total, scored=request.scored)
             if end == done:
                 break
-            budget -= end - done
             sampling = request.offer.sampling if request.offer.sample and end == total else None
-            rows.append(chunk_row(self.pool, record, request.number, request.offer.tokens, end, sampling))
+            top = request.offer.sampling.prompt_logprobs if request.scored else -1
+            rows.append(chunk_row(self.pool, record, request.number, request.offer.tokens, end, sampling, top))
             self._launched[request.number] = (request, end)
         copies = self.pool.take_state_copies(request.record for request, _ in self._launched.values())
         if not rows:
@@ -353,6 +354,8 @@ class PrefillCore:
             request, end = launched[key]
             self.pool.commit_incoming(request.record, end)
             request.prefill_s += result.compute_s * tokens / step_tokens
+            if (scores := result.scores.get(key)) is not None:
+                request.scores.append(scores)
             if request.complete:
                 request.first_token, request.logprob = token, logprob
             match request.state:

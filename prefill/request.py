@@ -22,6 +22,7 @@ from typing import assert_never
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import Failure, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.transfer.api import OfferReceived
 
 
@@ -73,9 +74,9 @@ State = Queued | Returning | Prefilling | HandingOff | Stopping | Kept | Ended
 
 class SourceRequest:
     """A `KvHolder`. `offer` is the newest one that it serves. `first_token` and `logprob` once its last position was
-    computed, when they were asked for."""
+    computed, when they were asked for; `scores` are of the prompt's own tokens, chunk by chunk."""
 
-    __slots__ = ("cached_tokens", "first_token", "kv", "logprob", "number", "offer", "prefill_s", "state")
+    __slots__ = ("cached_tokens", "first_token", "kv", "logprob", "number", "offer", "prefill_s", "scores", "state")
 
     def __init__(self, number: int, offer: OfferReceived) -> None:
         self.number = number  # this engine's name for it in a batch
@@ -86,10 +87,15 @@ class SourceRequest:
         self.cached_tokens = 0
         self.first_token = -1
         self.logprob: TokenLogprob | None = None
+        self.scores: list[PromptLogprobs] = []
 
     @property
     def total(self) -> int:
         return len(self.offer.tokens)
+
+    @property
+    def scored(self) -> bool:
+        return self.offer.sample and self.offer.sampling.scores_prompt
 
     @property
     def record(self) -> ReqKvInfo:

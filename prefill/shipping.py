@@ -13,6 +13,7 @@ from msgspec import structs
 
 from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
+from baton.common.prompt_logprobs import join_chunks
 from baton.common.units import pages_for_tokens
 from baton.prefill.pipelining import LayerGroups
 from baton.prefill.request import HandingOff, Prefilling, SourceRequest
@@ -76,7 +77,8 @@ class Shipping:
             # Of the tokens asked for: what lies before `start` is the receiver's own, and counted there.
             found = max(0, request.cached_tokens - request.offer.start)
             token, logprob = (request.first_token, request.logprob) if request.offer.sample else (-1, None)
-            self._ship(FinishSource(key, PrefillResult(token, logprob, request.prefill_s, found)))
+            scores = join_chunks(request.scores) if request.scored else None
+            self._ship(FinishSource(key, PrefillResult(token, logprob, request.prefill_s, found, scores)))
             request.state = HandingOff()
 
     def _ship_the_rest(self, request: SourceRequest) -> None:

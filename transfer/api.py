@@ -21,17 +21,20 @@ from msgspec import Struct
 from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure, SamplingParams, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 
 I32 = npt.NDArray[np.int32]
 
 
 class PrefillResult(Struct, frozen=True):
-    """What prefill produced besides KV; travels with the hand-off. `first_token` is -1 when none was asked for."""
+    """What prefill produced besides KV; travels with the hand-off. `first_token` is -1 when none was asked for. The
+    prompt's log probabilities go with it, where they are wanted."""
 
     first_token: int
     logprob: TokenLogprob | None
     prefill_s: float
     cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def return_key(key: HandoffKey) -> HandoffKey:
@@ -77,6 +80,7 @@ class FirstTokenReady(Struct, frozen=True):
     key: HandoffKey
     first_token: int
     logprob: TokenLogprob | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class SinkCommitted(Struct, frozen=True):

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.shared_memory import SharedBlock
 from baton.common.units import pages_for_tokens
 
@@ -45,6 +46,13 @@ NO_TOKENS: I32 = np.zeros(0, dtype=np.int32)
 NO_TOKEN = -1
 
 
+class Scoring(Struct, frozen=True):
+    """That a row's tokens are asked how likely the tokens behind them are, and the `top` likeliest in their place."""
+
+    targets: I32  # behind the first len(targets) tokens of the row
+    top: int
+
+
 class BatchRow(Struct, frozen=True):
     """One sequence's share of a step: compute tokens [kv_len - len(input_ids), kv_len).
 
@@ -64,6 +72,7 @@ class BatchRow(Struct, frozen=True):
     )
     state_slot: int = 0  # of the recurrent state; 0 for models without one
     history: History | None = None  # where `sampling.reshapes`
+    scoring: Scoring | None = None
 
 
 class PageTable(Struct, frozen=True):
@@ -93,6 +102,7 @@ class Batch(Struct, frozen=True):
     state_copies: I32 | None = None  # [n, 2] (from, to) slots, copied in this order before the step; from 0: zeroed
     report_after: tuple[int, ...] = ()  # ascending; layers of the main component, see `ModelRunner.launch`
     histories: Mapping[int, History] = msgspec.field(default_factory=dict)  # by key, of rows whose `sampling.reshapes`
+    scorings: Mapping[int, Scoring] = msgspec.field(default_factory=dict)  # by key
 
     @property
     def main(self) -> PageTable:
@@ -138,6 +148,7 @@ def pack_batch(
         state_copies=state_copies,
         report_after=report_after,
         histories={row.key: row.history for row in rows if row.history is not None},
+        scorings={row.key: row.scoring for row in rows if row.scoring is not None},
     )
 
 
@@ -170,6 +181,7 @@ class StepResult(Struct, frozen=True):
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
     compute_s: float
+    scores: Mapping[int, PromptLogprobs] = msgspec.field(default_factory=dict)  # by key, of `Batch.scorings`
 
 
 class KvBuffer(Protocol):

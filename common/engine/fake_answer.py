@@ -29,6 +29,7 @@ from baton.common.engine.fake_model import (
 from baton.common.engine.guiding import Guides
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 
 _NO_HASHES = np.zeros(0, dtype=np.uint64)
 ANY_FULL = KvLayout(page_size=1)
@@ -111,6 +112,15 @@ def fake_kept(tokens: npt.NDArray[np.int32], layout: KvLayout) -> dict[Component
             case Component.STATE:
                 kept[component] = model.hashes(given, 0, 0, STATE_SALT)
     return kept
+
+
+def fake_prompt_logprobs(
+    prompt: npt.NDArray[np.int32] | list[int], top: int, layout: KvLayout = ANY_FULL
+) -> PromptLogprobs:
+    """How likely the fake model says that the tokens of `prompt` are, behind its first."""
+    tokens = np.asarray(prompt, dtype=np.int32)
+    hashes = fake_kept(tokens, layout)[layout.paged[0]]
+    return FakeModel(len(tokens) + 1).score(hashes[:-1], tokens[1:].astype(np.int64), top)
 
 
 class _Kept:

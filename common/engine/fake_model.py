@@ -21,6 +21,7 @@ import numpy.typing as npt
 from baton.common.engine.batch import NO_TOKEN, History
 from baton.common.engine.guiding import TokenMask, Vocabulary, byte_vocabulary
 from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -177,6 +178,20 @@ class FakeModel:
         own = -((digest >> 44) & 0xFFFFF) / float(1 << 18)
         top = tuple(((token + rank) % self.vocab_size, own - rank) for rank in range(sampling.logprobs))
         return TokenLogprob(logprob=own, top=top)
+
+    def score(self, hashes: U64, targets: I64, top: int) -> PromptLogprobs:
+        """Made-up but reproducible log probabilities of prompt tokens, each from what is kept of the one before it."""
+        top = min(top, self.vocab_size)
+        mixed = mix(hashes ^ targets.astype(np.uint64) * np.uint64(A))
+        places = (mixed >> np.uint64(40)).astype(np.int64) % self.vocab_size  # of the token among all, by likelihood
+        steps = np.arange(top)
+        fractions = (mixed & np.uint64(0xFFFF)).astype(np.float32) / np.float32(1 << 16)
+        return PromptLogprobs.of(
+            (places + 1).astype(np.int32),
+            -(places / 16 + fractions).astype(np.float32),
+            ((targets - places)[:, None] + steps).astype(np.int32) % self.vocab_size,
+            -(steps / 16 + fractions[:, None]).astype(np.float32),
+        )
 
 
 def _counted(tokens: npt.NDArray[np.int32], salt: int) -> int:

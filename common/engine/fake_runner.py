@@ -40,6 +40,7 @@ from baton.common.engine.guiding import Guides, MaskedRow, TokenMask
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import TokenLogprob
+from baton.common.prompt_logprobs import PromptLogprobs
 
 __all__ = [
     "FAKE_VOCAB_SIZE",
@@ -157,7 +158,8 @@ class FakeRunner:
         wanted = np.array([row for row, sampling in enumerate(batch.sampling) if sampling is not None], dtype=np.int64)
         found = yield from self._run_compiled(batch, wanted) if self._compiled else self._run_arrays(batch, wanted)
         tokens, logprobs = self._sample(batch, wanted, found)
-        return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch)))
+        scores = self._scores(batch) if batch.scorings else {}
+        return FakeTicket(StepResult(batch.keys, tokens, logprobs, self.step_cost_s(batch), scores))
 
     def _run_compiled(self, batch: Batch, wanted: npt.NDArray[np.int64]) -> Generator[int, None, list[list[int]]]:
         """The digests of the rows `wanted`, by component."""
@@ -281,6 +283,19 @@ class FakeRunner:
                 )
                 logprobs[row] = self._model.logprob(digest, tokens[row], sampling)
         return tuple(tokens), tuple(logprobs)
+
+    def _scores(self, batch: Batch) -> dict[int, PromptLogprobs]:
+        """From the pages of the main component."""
+        memory = self._of[self.memory.layout.paged[0]]
+        scores: dict[int, PromptLogprobs] = {}
+        for row, key in enumerate(batch.keys):
+            scoring = batch.scorings.get(key)
+            if scoring is not None and len(scoring.targets):
+                first = int(batch.q_offsets[row])
+                at = batch.positions[first : first + len(scoring.targets)]
+                hashes = memory.read_at(batch.main, row, at)
+                scores[key] = self._model.score(hashes, scoring.targets.astype(np.int64), scoring.top)
+        return scores
 
     def _masks(self, batch: Batch) -> dict[int, TokenMask | None]:
         """Of the guided rows, by key."""

@@ -100,6 +100,7 @@ def join_batches(first: Batch, second: Batch) -> Batch:
         state_slots=_join(first.state_slots, second.state_slots),
         state_copies=_join(first.state_copies, second.state_copies),
         histories={**first.histories, **second.histories},
+        scorings={**first.scorings, **second.scorings},
     )
 
 
@@ -135,6 +136,7 @@ def take_rows(batch: Batch, rows: I64) -> Batch:
         swa=swa,
         state_slots=None if batch.state_slots is None else batch.state_slots[rows],
         histories=batch.histories,
+        scorings=batch.scorings,
     )
 
 

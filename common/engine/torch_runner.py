@@ -22,6 +22,7 @@ from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import (
+    I64,
     Batch,
     BatchRow,
     History,
@@ -40,6 +41,7 @@ from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
 from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.sampling import sample
+from baton.common.engine.scoring import score
 from baton.common.engine.state_cache import SlotCache
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
@@ -48,6 +50,7 @@ from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
 from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info
 from baton.common.model.spec import FIELD
+from baton.common.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,6 +88,7 @@ class TorchTicket:
     batch: Batch
     sampled_rows: tuple[int, ...]
     logits: torch.Tensor | None  # [sampled rows, vocabulary]
+    scores: Mapping[int, PromptLogprobs]
     forward_s: float
 
 
@@ -201,8 +205,18 @@ class TorchRunner:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
         sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-        logits = self._compute(batch, sampled, on_layers)
-        return TorchTicket(batch, sampled, logits, time.perf_counter() - started)
+        asked = np.concatenate((_last_tokens(batch, sampled), *(_scored_tokens(batch, row) for row in _scored(batch))))
+        logits = self._compute(batch, asked, on_layers)
+        scores: dict[int, PromptLogprobs] = {}
+        if logits is not None:
+            at = len(sampled)
+            with torch.inference_mode():
+                for row in _scored(batch):
+                    scoring = batch.scorings[batch.keys[row]]
+                    scores[batch.keys[row]] = score(logits[at : at + len(scoring.targets)], scoring)
+                    at += len(scoring.targets)
+            logits = logits[: len(sampled)] if sampled else None
+        return TorchTicket(batch, sampled, logits, scores, time.perf_counter() - started)
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, TorchTicket)
@@ -220,7 +234,7 @@ class TorchRunner:
             for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started
-        return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s)
+        return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s, ticket.scores)
 
     def _masks(self, ticket: TorchTicket, histories: Mapping[int, History]) -> Mapping[int, TokenMask | None]:
         """Of the guided rows, by place among those that are sampled."""
@@ -235,14 +249,15 @@ class TorchRunner:
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
         """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""
-        logits = self._compute(batch, rows, tell_nobody)
+        logits = self._compute(batch, _last_tokens(batch, rows), tell_nobody)
         assert logits is not None
         return logits
 
-    def _compute(self, batch: Batch, rows: tuple[int, ...], on_layers: OnLayers) -> torch.Tensor | None:
-        """All of a step. Logits of `rows` in their order, None when there are none."""
+    def _compute(self, batch: Batch, asked: I64, on_layers: OnLayers) -> torch.Tensor | None:
+        """All of a step. Logits after the tokens `asked` (places among the step's) in their order, None when there are
+        none."""
         if self._states is None:
-            return self._forward(batch, rows, None, [], on_layers)
+            return self._forward(batch, asked, None, [], on_layers)
         assert batch.state_slots is not None
         assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
         for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
@@ -251,16 +266,16 @@ class TorchRunner:
         passes = [np.flatnonzero(single)] if single.any() else []
         passes += [np.array([row]) for row in np.flatnonzero(~single)]
         found: dict[int, torch.Tensor] = {}
-        asked = set(rows)
         for members in passes:
-            wanted = [(place, row) for place, row in enumerate(members.tolist()) if row in asked]
+            tokens = np.concatenate([np.arange(*batch.q_offsets[row : row + 2]) for row in members])
+            places = np.flatnonzero(np.isin(tokens, asked))
             part = batch if len(passes) == 1 else take_rows(batch, members)
             if members is passes[-1]:  # only then a layer of all rows is there
                 part = structs.replace(part, report_after=batch.report_after)
-            logits = self._forward(part, tuple(place for place, _ in wanted), self._slot_cache(part), [], on_layers)
+            logits = self._forward(part, places, self._slot_cache(part), [], on_layers)
             if logits is not None:
-                found |= {row: one for (_, row), one in zip(wanted, logits, strict=True)}
-        return torch.stack([found[row] for row in rows]) if rows else None
+                found |= dict(zip(tokens[places].tolist(), logits, strict=True))
+        return torch.stack([found[token] for token in asked.tolist()]) if len(asked) else None
 
     def _slot_cache(self, batch: Batch) -> SlotCache | None:
         if self._states is None:
@@ -272,19 +287,20 @@ class TorchRunner:
     def _forward(
         self,
         batch: Batch,
-        rows: tuple[int, ...],
+        asked: I64,
         cache: SlotCache | None,
         seen: list[tuple[int, int]],
         on_layers: OnLayers = tell_nobody,
     ) -> torch.Tensor | None:
-        """One pass. With `cache` the rows are a batch of rows of one token each, or one row."""
+        """One pass; its logits after the tokens `asked`. With `cache` the rows are a batch of rows of one token each,
+        or one row."""
         context = StepContext(self._places(batch), self.attention, seen, self._reports(batch), on_layers)
         shape = (batch.num_rows, -1) if cache is not None else (1, -1)
-        # Without a row that samples the head (a third of a small model) is not computed.
-        run = self.model if rows else self.model.base_model
+        # Where nothing is asked the head (a third of a small model) is not computed.
+        run = self.model if len(asked) else self.model.base_model
         keywords: dict[str, object] = {} if cache is None else {"cache": cache}
-        if rows and shape[0] == 1:
-            keywords["logits_to_keep"] = torch.from_numpy(batch.q_offsets[1:][list(rows)].astype(np.int64) - 1)
+        if len(asked) and shape[0] == 1:
+            keywords["logits_to_keep"] = torch.from_numpy(asked)
         with torch.inference_mode():
             output = run(
                 input_ids=torch.from_numpy(batch.input_ids).view(shape),
@@ -295,10 +311,10 @@ class TorchRunner:
             )
         if cache is not None:
             cache.store()
-        if not rows:
+        if not len(asked):
             return None
         logits: torch.Tensor = output.logits
-        return logits[0] if shape[0] == 1 else logits[list(rows), 0]
+        return logits[0] if shape[0] == 1 else logits[torch.from_numpy(asked), 0]
 
     def _places(self, batch: Batch) -> dict[int, LayerPlace]:
         places: dict[int, LayerPlace] = {}
@@ -326,7 +342,7 @@ class TorchRunner:
         if layout.state:
             batch = structs.replace(batch, state_slots=null)
         cache, seen = self._slot_cache(batch), list[tuple[int, int]]()
-        logits = self._forward(batch, (0,), cache, seen)
+        logits = self._forward(batch, np.zeros(1, np.int64), cache, seen)
         attended = [(layer, window if window < info.max_positions else 0) for layer, window in seen]
         expected = [(layer, info.groups.window * (layer in info.groups.sliding)) for layer in info.groups.attention]
         recurrent = () if cache is None else cache.layers_seen
@@ -335,6 +351,25 @@ class TorchRunner:
             raise ConfigError(FIELD, info.name, reason, f"(layer, window) {attended}, recurrent {recurrent}")
         if logits is None or logits.shape != (1, self.vocab_size):
             raise ConfigError(FIELD, info.name, f"architecture {info.architecture} gives no logits of its vocabulary")
+
+
+def _last_tokens(batch: Batch, rows: tuple[int, ...]) -> I64:
+    """Of these rows, as places among the step's tokens."""
+    last: I64 = batch.q_offsets[1:][list(rows)].astype(np.int64) - 1
+    return last
+
+
+def _scored(batch: Batch) -> list[int]:
+    """The rows that have something to score."""
+    if not batch.scorings:
+        return []
+    found = [(row, batch.scorings.get(key)) for row, key in enumerate(batch.keys)]
+    return [row for row, scoring in found if scoring is not None and len(scoring.targets)]
+
+
+def _scored_tokens(batch: Batch, row: int) -> I64:
+    first = int(batch.q_offsets[row])
+    return np.arange(first, first + len(batch.scorings[batch.keys[row]].targets))
 
 
 def _wanted(params: SamplingParams | None) -> SamplingParams:

@@ -16,6 +16,7 @@ import httpx
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, IdempotencyConfig, JobsConfig, LivenessConfig
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.fake_answer import fake_prompt_logprobs
 from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.engine.guiding import Guides
@@ -36,6 +37,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_server import GatewayServer
@@ -111,6 +113,7 @@ class Loopback:
                 first_index=index,
                 tokens=b"" if failed else pack_tokens([tokens[index]]),
                 logprobs=(logprob,) if wanted >= 0 and not failed else (),
+                prompt_logprobs=_scores(submit) if index == 0 and not failed else None,
                 finish_reason=finish_reason if ended and not failed else "",
                 failure=Failure(code=ErrorCode.TRANSFER_CORRUPT, reason="as scripted") if failed else None,
                 timeline=self._timeline(submit) if ended or failed else None,
@@ -163,6 +166,11 @@ class Loopback:
 
     def heartbeat(self, load: Load) -> None:
         self._say(Heartbeat(load=load))
+
+
+def _scores(submit: Submit) -> PromptLogprobs | None:
+    top, prompt = submit.sampling.prompt_logprobs, unpack_tokens(submit.prompt)
+    return fake_prompt_logprobs(prompt, top) if top >= 0 and len(prompt) > 1 else None
 
 
 @dataclass

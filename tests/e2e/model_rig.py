@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from baton.common.engine.batch import Batch, BatchRow, KvMemory, pack_batch
+from baton.common.engine.batch import Batch, BatchRow, KvMemory, Scoring, pack_batch
 from baton.common.engine.torch_runner import TorchRunner, TorchTicket
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.units import pages_for_tokens, whole_pages
 
 REFERENCES = Path(__file__).parents[1] / "data" / "references" / "smollm2-135m-instruct.json"
@@ -84,6 +85,8 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)  # that each output was chosen from
     computed: int = 0
+    scored_top: int = -1  # >= 0: the prompt's tokens are scored, with so many alternatives
+    scores: list[PromptLogprobs] = field(default_factory=list)
     held: dict[Component, list[int]] = field(default_factory=dict)  # pages by index, 0 where dead; or the one slot
 
     @property
@@ -108,7 +111,13 @@ class Sequence:
             output_index=len(self.outputs),
             swa_pages=paged[1] if len(paged) > 1 else None,
             state_slot=self.held[Component.STATE][0] if layout.state else 0,
+            scoring=self._scoring(stop),
         )
+
+    def _scoring(self, stop: int) -> Scoring | None:
+        if self.scored_top < 0 or self.outputs:
+            return None
+        return Scoring(np.array(self.prompt[self.computed + 1 : stop + 1], np.int32), self.scored_top)
 
     def leave_window(self, pools: Pools) -> None:
         """Gives back the pages of the sliding layers that no later step reads."""
@@ -146,6 +155,7 @@ def run_step(runner: TorchRunner, pools: Pools, sequences: list[Sequence], chunk
     logits = iter(() if ticket.logits is None else ticket.logits)
     for sequence, row, token in zip(sequences, rows, result.tokens, strict=True):
         sequence.computed = row.kv_len
+        sequence.scores += filter(None, [result.scores.get(row.key)])
         assert (token >= 0) == (row.sampling is not None)
         if token >= 0:
             sequence.outputs.append(token)

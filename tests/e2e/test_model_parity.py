@@ -16,6 +16,7 @@ from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
 from baton.common.messages import SamplingParams
 from baton.common.model.loading import load_model, model_info
+from baton.common.prompt_logprobs import join_chunks
 
 pytestmark = pytest.mark.model
 
@@ -184,3 +185,21 @@ def test_load_model_is_quick_after_conversion() -> None:
     lines: list[str] = []
     load_model(MODEL, "float32", lines.append)
     assert not [line for line in lines if "convert" in line]
+
+
+def test_a_prompts_own_log_probabilities_do_not_depend_on_the_chunks(runner: TorchRunner) -> None:
+    """To the bit, in float32; and they are those of the logits."""
+    prompt = next(r.prompt for r in REFERENCES if len(r.prompt) > 255)[:150]
+    runs = []
+    for chunks in ((150,), (64, 1, 33)):
+        sequence = Sequence(0, prompt, max_tokens=1, scored_top=4)
+        run_mixed(runner, [sequence], max_rows=1, seed=3, chunks=chunks)
+        runs.append(join_chunks(sequence.scores))
+    scores = runs[0]
+    assert scores is not None
+    assert runs[1] == scores
+    expected = torch.log_softmax(last_logits(runner, prompt[:100], [100], []), -1)
+    rank, logprob, best = scores.rows()[99]
+    assert logprob == float(expected[prompt[100]])
+    assert rank == int((expected > logprob).sum()) + 1
+    assert [token for token, _ in best] == expected.topk(4).indices.tolist()

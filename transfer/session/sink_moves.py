@@ -123,11 +123,14 @@ def take_done(state: Receiving, done: Done, now: float) -> SinkStep:
         return drain(state, _broken(order, f"{done.total_tokens} tokens were prefilled, not {order.total}"))
     if (done.first_token >= 0) != order.sample:
         return drain(state, _broken(order, "a first token was sampled without being asked for, or the other way round"))
+    scored = 0 if done.prompt_logprobs is None else len(done.prompt_logprobs)
+    if scored != order.scored:
+        return drain(state, _broken(order, f"{scored} prompt tokens were scored, not {order.scored}"))
     if not max(1, state.arrivals.announced) <= done.regions <= order.most_regions:
         return drain(state, _broken(order, f"{done.regions} regions cannot be all"))
     step = _commit_if_complete(replace(state, done=done), now)
     if order.sample and isinstance(step.state, Receiving):  # nobody who reads it needs the rest
-        ready = FirstTokenReady(order.key, done.first_token, done.logprob)
+        ready = FirstTokenReady(order.key, done.first_token, done.logprob, done.prompt_logprobs)
         return replace(step, effects=(EngineEvent(ready),))
     return step
 
@@ -151,7 +154,7 @@ def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
     if arrivals.units != order.unit_count:
         return drain(state, _broken(order, f"{done.regions} regions end before unit {order.unit_count}"))
     assert state.first_chunk_at_s is not None
-    result = PrefillResult(done.first_token, done.logprob, done.prefill_s, done.cached_tokens)
+    result = PrefillResult(done.first_token, done.logprob, done.prefill_s, done.cached_tokens, done.prompt_logprobs)
     committed = SinkCommitted(
         order.key,
         order.peer.worker,

@@ -145,6 +145,11 @@ class SinkOrder(Struct, frozen=True):
         return len(self.tokens) // 4
 
     @property
+    def scored(self) -> int:
+        """Prompt tokens whose log probabilities come with the first token."""
+        return self.total - 1 if self.sample and self.sampling.scores_prompt else 0
+
+    @property
     def unit_count(self) -> int:
         return count_units(self.segments)
 

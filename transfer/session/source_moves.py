@@ -145,6 +145,7 @@ def _done(state: Sending, result: PrefillResult) -> Done:
         logprob=result.logprob,
         prefill_s=result.prefill_s,
         cached_tokens=result.cached_tokens,
+        prompt_logprobs=result.prompt_logprobs,
     )
 
 
