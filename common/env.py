@@ -42,12 +42,12 @@ def settings() -> dict[str, str]:
 
 
 def cluster_url() -> str:
-    """`BATON_URL`: the gateway that `baton run` and `baton status` talk to. Default: `http://127.0.0.1:8000`."""
+    """`BATON_URL`: the gateway that clients talk to, `baton run` and `baton status` among them. Default: `http://127.0.0.1:8000`."""
     return os.environ.get("BATON_URL") or "http://127.0.0.1:8000"
 
 
 def api_key() -> str | None:
-    """`BATON_API_KEY`: under whose name `baton jobs` asks: batches and files are seen by the key that made them."""
+    """`BATON_API_KEY`: under whose name clients ask: jobs and files are seen by the key that made them."""
     return os.environ.get("BATON_API_KEY") or None
 
 

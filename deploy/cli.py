@@ -14,7 +14,7 @@ import typer
 from baton.common.errors import BatonError, ConfigError
 from baton.deploy.commands import looking, serving, studying
 from baton.deploy.commands.options import FAILED, MISUSED, OK, err
-from baton.deploy.jobs.command import app as jobs
+from baton.deploy.jobs import command as jobs
 
 __all__ = ["FAILED", "MISUSED", "OK", "app", "main", "run_command"]
 
@@ -34,12 +34,12 @@ def version() -> None:
 
 
 for command in (
-    serving.serve, serving.deploy, serving.down, serving.run, serving.chat, studying.bench, looking.status,
+    serving.serve, serving.deploy, serving.down, serving.run, serving.chat, jobs.submit, studying.bench, looking.status,
     looking.top, looking.kv, looking.handoffs, looking.trace, serving.doctor, serving.drain, serving.flip,
     studying.calibrate, studying.plan, studying.sim, serving.demo, version,
 ):  # fmt: skip
     app.command()(command)
-app.add_typer(jobs)
+app.add_typer(jobs.app)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""`baton jobs`: its commands, their options and exit codes. Never: does work of its own (`terminal.py`).
+"""`baton jobs`, and `baton submit`: options and exit codes. Never: does work of its own (`terminal.py`).
 
-A batch that is watched to its end gives 0 when each of its lines was answered, and 1 else; Ctrl-C 130.
+A batch that is waited for to its end gives 0 when each of its lines was answered, and 1 else; Ctrl-C 130.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from baton.deploy.jobs.client import BatchJob
+    from baton.deploy.client import Job
 
 FAILED = 1
 
@@ -22,15 +22,27 @@ err = Console(stderr=True, highlight=False)
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
 Key = Annotated[str | None, typer.Option("--api-key", help="Whose batches. Default: $BATON_API_KEY.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
-Watch = Annotated[bool, typer.Option("--watch", help="Show its progress until it has ended.")]
+Watch = Annotated[bool, typer.Option("--wait", "--watch", help="Show its progress until it has ended.")]
 Id = Annotated[str, typer.Argument(help="batch_..., as `submit` told it.")]
-File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL, in the format of OpenAI's batches.")]
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|-|PROMPT",
+        help="A file, or - for stdin: JSONL in the format of OpenAI's batches, or a prompt a line. Or one prompt.",
+    ),
+]
 
 
 @app.command()
 def submit(
-    lines: File,
-    endpoint: Annotated[str | None, typer.Option(help="Default: the url of the first line.")] = None,
+    what: What,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompts instead of answering them as chats.")
+    ] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Of prompts: most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of prompts: 0 is always the likeliest token.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of prompts: same seed, same answers.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Of JSONL. Default: the url of the first line.")] = None,
     window: Annotated[str, typer.Option(help="How long it may take: 30m, 24h, 7d.")] = "24h",
     key: Annotated[str | None, typer.Option(help="Submitting with the same key again gives the same batch.")] = None,
     watch: Watch = False,
@@ -38,15 +50,28 @@ def submit(
     api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a batch. Prints its id."""
+    """Submit work that outlives this command, and restarts of the cluster. Prints its id for `baton jobs`; with --wait,
+    the answer to a single prompt, or how the job ended. (`baton submit` and `baton jobs submit` are the same; `baton
+    run` answers one prompt at once, and drops it when it is interrupted.)"""
+    from baton.deploy import ask
     from baton.deploy.jobs import terminal
+    from baton.deploy.jobs.given import given
     from baton.deploy.show import print_json
 
+    work = given(what, raw=raw)
+    params = ask.params(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if isinstance(work, bytes) and (params or raw):
+        raise typer.BadParameter("--raw, --max-tokens, --temperature and --seed are of prompts: JSONL has its own")
+    if not isinstance(work, bytes) and endpoint is not None:
+        raise typer.BadParameter("--endpoint is of JSONL")
     with terminal.connect(url, api_key) as client:
-        job = client.submit(lines, endpoint=endpoint, window=window, key=key)
+        if isinstance(work, bytes):
+            job = client.submit_lines(work, endpoint=endpoint, window=window, key=key)
+        else:
+            job = client.submit(work, window=window, key=key, **params)
         if watch:
             err.print(job.id)
-            _watch(job, as_json)
+            _watch(job, as_json, with_answer=not isinstance(work, bytes) and len(work) == 1)
         print_json(job.status()) if as_json else typer.echo(job.id)
 
 
@@ -112,13 +137,17 @@ def results(
     from baton.deploy.jobs import terminal
 
     with terminal.connect(url, api_key) as client, terminal.sink(out) as write:
-        client.job(batch).write(write, errors=errors)
+        for part in client.job(batch).content(errors=errors):
+            write(part)
 
 
-def _watch(job: BatchJob, as_json: bool) -> None:
+def _watch(job: Job, as_json: bool, *, with_answer: bool = False) -> None:
     from baton.deploy.jobs import terminal
     from baton.deploy.show import print_json
 
     ended = terminal.watch(job, err)
-    print_json(ended) if as_json else typer.echo(terminal.told(ended))
+    if as_json:
+        print_json(ended)
+    else:
+        typer.echo(job.result().text if with_answer and terminal.is_whole(ended) else terminal.told(ended))
     raise typer.Exit(0 if terminal.is_whole(ended) else FAILED)

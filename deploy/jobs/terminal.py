@@ -1,6 +1,6 @@
 """What a person sees of batches in the terminal.
 
-Owns: wording, tables, the progress bar, the file that results go to. Never: asks the cluster but through `client.py`.
+Owns: wording, tables, the progress bar, the file that results go to. Never: asks the cluster but through the client.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from baton.common import env
-from baton.deploy.jobs.client import BatchJob, JobsClient
+from baton.deploy.client import Client, Job
 from baton.deploy.jobs.shapes import BatchObject
 from baton.deploy.show_parts import make_table, print_table
 
@@ -28,8 +27,8 @@ RATE_OVER_S = 10.0
 """Tokens/s are those of about so long."""
 
 
-def connect(url: str | None, api_key: str | None) -> JobsClient:
-    return JobsClient(url or env.cluster_url(), api_key=api_key or env.api_key(), patience_s=PATIENCE_S)
+def connect(url: str | None, api_key: str | None) -> Client:
+    return Client(url, api_key=api_key, patience_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -49,7 +48,7 @@ def sink(out: Path | None) -> Iterator[Callable[[bytes], object]]:
         part.unlink(missing_ok=True)
 
 
-def watch(job: BatchJob, err: Console) -> BatchObject:
+def watch(job: Job, err: Console) -> BatchObject:
     """Its end. Ctrl-C ends the watching, and not the batch."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
@@ -70,7 +69,9 @@ def watch(job: BatchJob, err: Console) -> BatchObject:
             )
 
         try:
-            return job.wait(show)
+            for status in job.progress():
+                show(status)
+            return status
         except KeyboardInterrupt:
             bar.stop()
             err.print(f"it goes on; `baton jobs status {job.id} --watch` shows it again")

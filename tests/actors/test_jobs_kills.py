@@ -14,7 +14,7 @@ from paced import PACED
 
 from baton.common.config import JobsConfig
 from baton.common.ids import CONTROLLER, WorkerId
-from baton.deploy.jobs.client import JobsClient
+from baton.deploy.client import Client
 from baton.deploy.jobs.shapes import BatchObject
 from baton.deploy.launch import ClusterHandle, launch
 
@@ -61,8 +61,8 @@ def test_each_line_is_answered_once_whoever_is_killed(
     asked = questions()
     assert all(len(one.prompt) + one.max_tokens < MAX_LEN for one in asked)
     started, killed = time.monotonic(), []
-    with JobsClient(cluster.gateway_url, patience_s=120.0) as client:
-        job = client.submit((line_of(number, one) for number, one in enumerate(asked)), key="the only one")
+    with Client(cluster.gateway_url, patience_s=120.0) as client:
+        job = client.submit_lines((line_of(number, one) for number, one in enumerate(asked)), key="the only one")
 
         def kill_on_the_way(status: BatchObject) -> None:
             done = status.request_counts.completed
@@ -70,8 +70,9 @@ def test_each_line_is_answered_once_whoever_is_killed(
                 wait_settled(cluster)
                 killed.append([victim for victim in ROUNDS[len(killed)] if kill(cluster, victim)])
 
-        ended = job.wait(kill_on_the_way, poll_s=0.2)
-        results, errors = list(job.results()), list(job.errors())
+        for status in job.progress(poll_s=0.2):
+            kill_on_the_way(status)
+        results, errors = list(job.output()), list(job.errors())
     took_s = time.monotonic() - started
     with capsys.disabled():
         total = sum(map(len, killed))
@@ -79,7 +80,7 @@ def test_each_line_is_answered_once_whoever_is_killed(
             f"\n{LINES} lines in {took_s:.0f} s, {total} kills in {len(killed)} rounds, {len(errors)} failed: {killed}"
         )
     assert [tuple(victims) for victims in killed] == list(ROUNDS), "who was to be killed was there"
-    assert ended.status == "completed"
+    assert status.status == "completed"
     assert not errors
     assert [one["custom_id"] for one in results] == [f"line-{number}" for number in range(LINES)]
     wrong = [

@@ -1,10 +1,10 @@
-"""`baton.client` against a served gateway: answers, streams, jobs, errors, and hanging up."""
+"""`baton.client` against a served gateway: answers, streams, errors, and hanging up. (Jobs: test_client_jobs.)"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,12 +58,12 @@ def test_separators_of_unicode_are_text_like_any_other(pace_s: float) -> None:
 
 
 def test_a_turn_that_is_still_being_answered_is_waited_for() -> None:
-    with serving(Loopback(script=saying(TEXT), pace_s=0.02)) as served, Client(served.url) as client:
+    worker = Loopback(script=saying(TEXT), pace_s=0.02)
+    with serving(worker) as served, Client(served.url) as client, ThreadPoolExecutor(2) as pool:
         session = client.open_session()
-        first = client.submit("x", session_id=session, max_tokens=100)
-        second = client.submit("xy", session_id=session, max_tokens=100)
-        assert (first.result(20).text, second.result(20).text) == (TEXT, TEXT)
-        running = client.submit("x", session_id=session, max_tokens=100)
+        turns = [pool.submit(client.complete, text, session_id=session, max_tokens=100) for text in ("x", "xy")]
+        assert [turn.result(20).text for turn in turns] == [TEXT, TEXT]
+        running = pool.submit(client.complete, "x", session_id=session, max_tokens=100)
         while served.worker.submits[-1].session_turn < 2:
             pass
         with Client(served.url, retries=0) as impatient, pytest.raises(RequestError) as refused:
@@ -77,10 +77,10 @@ def test_a_burst_is_taken_in_one_piece(client: Client) -> None:
     assert len(list(client.stream("x", max_tokens=100))) < 5
 
 
-def test_jobs_run_at_the_same_time(client: Client) -> None:
-    jobs = [client.submit(f"prompt {n}", max_tokens=100) for n in range(20)]
-    assert [job.result(10).text for job in jobs] == [TEXT] * 20
-    assert all(job.done() for job in jobs)
+def test_threads_share_a_client(client: Client) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda n: client.generate(f"prompt {n}", max_tokens=100), range(20)))
+    assert [answer.text for answer in answers] == [TEXT] * 20
 
 
 def test_map_keeps_the_order(client: Client) -> None:
@@ -88,29 +88,34 @@ def test_map_keeps_the_order(client: Client) -> None:
     assert [answer.prompt_tokens for answer in answers] == list(range(1, 30))
 
 
-def test_cancelling_a_job_hangs_up() -> None:
-    with serving(Loopback(script=saying("x" * 200), pace_s=0.05)) as served, Client(served.url) as client:
-        job = client.submit("x", max_tokens=100)
+def test_who_wants_no_more_hangs_up() -> None:
+    worker = Loopback(script=saying("x" * 200), pace_s=0.05)
+    with serving(worker, keys={"linger_s": 60.0}) as served, Client(served.url) as client:
         stream = client.stream("y", max_tokens=100)
         next(iter(stream))
-        assert job.cancel()
-        assert served.worker.cancelled.wait(5)
-        with pytest.raises(CancelledError):
-            job.result(5)
-        served.worker.cancelled.clear()
         stream.close()
-        assert served.worker.cancelled.wait(5)
+        assert worker.cancelled.wait(5)
+        worker.cancelled.clear()
+
+        async def give_up() -> None:
+            async with AsyncClient(served.url) as client, asyncio.timeout(0.3):
+                await client.generate("x", max_tokens=100)
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(give_up())
+        assert worker.cancelled.wait(5)
 
 
 def test_closing_the_client_ends_what_runs() -> None:
     with serving(Loopback(script=saying("x" * 200), pace_s=0.05)) as served:
         client = Client(served.url)
-        job = client.submit("x", max_tokens=100)
-        next(iter(client.stream("y", max_tokens=100)))
-        client.close()
-        client.close()
-        with pytest.raises(CancelledError):
-            job.result(5)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(client.complete, "x", max_tokens=100)
+            next(iter(client.stream("y", max_tokens=100)))
+            client.close()
+            client.close()
+            with pytest.raises(CancelledError):
+                running.result(5)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +155,7 @@ def test_nobody_there_is_said_in_words() -> None:
 def test_a_full_cluster_is_tried_again() -> None:
     with serving(Loopback(script=saying("abcdef"), pace_s=0.05), max_inflight_requests=1) as served:
         with Client(served.url, retries=5) as client:
-            jobs = [client.submit("x") for _ in range(2)]
-            assert [job.result(20).text for job in jobs] == ["abcdef"] * 2
+            assert [answer.text for answer in client.map(["x", "x"], concurrency=2)] == ["abcdef"] * 2
         with Client(served.url, retries=0) as client:
             held = client.stream("x")
             next(iter(held))

@@ -1,4 +1,4 @@
-"""`baton jobs` and `JobsClient` against a served gateway: what is printed, exit codes, files, and patience."""
+"""`baton jobs` and `baton submit` against a served gateway: what is printed, exit codes, and files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 from http_loopback import Loopback, Served, saying, serving
 
-from baton.client import JobsClient
-from baton.common.errors import BatonError, RequestError
 from baton.deploy.cli import FAILED, MISUSED, OK, run_command
-from baton.deploy.client import ClusterUnreachable
 from baton.deploy.jobs.terminal import Rate
 
-NOBODY = "http://127.0.0.1:9"
 Baton = Callable[..., tuple[int, str, str]]
 
 
@@ -28,10 +24,10 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def baton(served: Served, capfd: pytest.CaptureFixture[str]) -> Baton:
-    """(exit code, stdout, stderr) of a `baton jobs` command."""
+    """(exit code, stdout, stderr) of a `baton jobs` command, or, with `group=()`, of another."""
 
-    def run(*arguments: str, url: str = served.url) -> tuple[int, str, str]:
-        code = run_command(["jobs", *arguments, "--url", url])
+    def run(*arguments: str, url: str = served.url, group: tuple[str, ...] = ("jobs",)) -> tuple[int, str, str]:
+        code = run_command([*group, *arguments, "--url", url])
         said = capfd.readouterr()
         assert "Traceback" not in said.err + said.out
         return code, said.out, said.err
@@ -125,29 +121,36 @@ def test_misuse(baton: Baton, lines: Path) -> None:
     assert (code, "completion_window" in said) == (FAILED, True)
 
 
-def test_a_client_finds_its_job_again(served: Served) -> None:
-    with JobsClient(served.url) as client:
-        batch_id = client.submit([line("a"), line("b")], metadata={"who": "me"}, key="mine").id
-    with JobsClient(served.url) as client:
-        job = client.submit([line("c")], key="mine")
-        assert job.id == batch_id
-        seen: list[int] = []
-        ended = client.job(batch_id).wait(lambda status: seen.append(status.request_counts.completed), poll_s=0.01)
-        assert (ended.status, ended.metadata, seen[-1]) == ("completed", {"who": "me"}, 2)
-        texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in job.results()}
-        assert texts == {"a": "Hello", "b": "Hello"}
-        assert list(job.errors()) == job.failures() == []
-        with pytest.raises(RequestError, match="no batch"):
-            client.job("batch_x").status()
+def test_submitting_prompts(baton: Baton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, answer, said = baton("submit", "What is a page?", "--wait", "--max-tokens", "3", group=())
+    assert (code, answer) == (OK, "Hel\n")
+    assert said.startswith("batch_")
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo\nthree\n")
+    code, told, _ = baton("submit", str(path), "--raw", "--wait", group=())
+    assert (code, "3 of 3 lines answered" in told) == (OK, True)
+    results = baton("results", told.split()[0])[1].splitlines()
+    assert {json.loads(one)["response"]["body"]["object"] for one in results} == {"text_completion"}
+    for content, count in (("one\ntwo", 2), (json.dumps(line("a")), 1)):
+        with path.open("w") as file:
+            file.write(content)
+        with path.open() as file:
+            monkeypatch.setattr("sys.stdin", file)
+            code, told, _ = baton("submit", "-", "--wait", "--json", group=())
+        assert (code, json.loads(told)["request_counts"]["completed"]) == (OK, count)
 
 
-def test_patience_ends(lines: Path) -> None:
-    with JobsClient(NOBODY, patience_s=0.0) as client, pytest.raises(ClusterUnreachable):
-        client.submit(lines)
-    with serving(Loopback(silent=True)) as stuck, JobsClient(stuck.url) as client:
-        job = client.submit(lines)
-        with pytest.raises(BatonError, match="its files come at its end"):
-            list(job.results())
+def test_submitting_what_is_none(baton: Baton, tmp_path: Path, lines: Path) -> None:
+    assert baton("submit", "prompts.txt", group=())[0] == MISUSED
+    assert baton("submit", str(lines), "--max-tokens", "3", group=())[0] == MISUSED
+    assert baton("submit", "a prompt", "--endpoint", "/v1/completions", group=())[0] == MISUSED
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert baton("submit", str(tmp_path / "binary"), group=())[0] == MISUSED
+    (tmp_path / "empty").write_bytes(b"\n")
+    code, _, said = baton("submit", str(tmp_path / "empty"), group=())
+    assert (code, "there is no prompt" in said) == (FAILED, True)
+    code, told, said = baton("submit", "too long" * 100, "--wait", group=())
+    assert (code, "1 failed" in told) == (FAILED, True)
 
 
 def test_a_rate_is_that_of_late() -> None:

@@ -1,0 +1,122 @@
+"""One gateway, over HTTP: calls, and patience with it.
+
+Owns: the connections, and when a call is made again: only where that is harmless. Never: what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from baton.common import env
+from baton.common.errors import ErrorCode
+from baton.deploy.client.values import ClusterUnreachable
+from baton.deploy.client.wire import lines_of, response_error
+
+CONNECT_TIMEOUT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+_AWAY = frozenset({ErrorCode.STORE_UNAVAILABLE, ErrorCode.DRAINING, ErrorCode.NO_WORKER})
+
+
+def pause_s(attempt: int) -> float:
+    """Before the next one; many clients that lost a gateway together do not come back together."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+
+
+def may_come_back(error: httpx.TransportError) -> bool:
+    """A gateway that took too long will not be faster when it is asked again."""
+    return not isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout)
+
+
+def gateway_url(given: str) -> str:
+    """With a scheme, without what lies below the gateway's root."""
+    url = given if "://" in given else f"http://{given}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class Connection:
+    """`patience_s`: how long a call that may be repeated is made again while nobody is there."""
+
+    def __init__(self, base_url: str | None, api_key: str | None, timeout_s: float, patience_s: float) -> None:
+        self.base_url = gateway_url(base_url or env.cluster_url())
+        self._patience_s = patience_s
+        key = api_key or env.api_key()
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def call(self, method: str, path: str, **options: Any) -> bytes:
+        """Once. Raises RequestError, ClusterUnreachable."""
+        try:
+            response = await self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+        if response.is_error:
+            raise response_error(response)
+        return response.content
+
+    async def insist(self, method: str, path: str, options: Callable[[], dict[str, Any]] = dict) -> bytes:
+        """A call that changes nothing when it is made twice, made again while nobody is there or there is no room.
+        `options` are made anew for each try. Raises RequestError, ClusterUnreachable."""
+        loop = asyncio.get_running_loop()
+        give_up_s, attempt = loop.time() + self._patience_s, 0
+        while True:
+            wait_s = pause_s(attempt)
+            try:
+                response = await self._http.request(method, path, **options())
+                if not response.is_error:
+                    return response.content
+                refused = response_error(response)
+                come_back = refused.retry_after_s is not None or refused.code in _AWAY
+                if not come_back or loop.time() >= give_up_s:
+                    raise refused
+                wait_s = refused.retry_after_s or wait_s
+            except httpx.TransportError as error:
+                if loop.time() >= give_up_s or not may_come_back(error):
+                    raise self.unreachable(error) from error
+            attempt += 1
+            await asyncio.sleep(wait_s)
+
+    @asynccontextmanager
+    async def download(self, path: str) -> AsyncGenerator[AsyncGenerator[bytes, None], None]:
+        """A body, in pieces. Raises RequestError, ClusterUnreachable."""
+        try:
+            async with self._http.stream("GET", path) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise response_error(response)
+                yield _pieces(response)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+
+    async def events(self, path: str, body: dict[str, Any], key: str) -> AsyncGenerator[bytes, None]:
+        """The data of server-sent events. Raises RequestError, and httpx.TransportError for whoever can go on."""
+        headers = {"Idempotency-Key": key}
+        async with self._http.stream("POST", path, json=body, headers=headers) as response:
+            if response.is_error:
+                await response.aread()
+                raise response_error(response)
+            async for line in lines_of(response.aiter_bytes()):
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    yield line.removeprefix(b"data: ")
+
+    def unreachable(self, error: httpx.TransportError) -> ClusterUnreachable:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ClusterUnreachable(f"nobody answers at {self.base_url}: is `baton serve` running there?")
+        return ClusterUnreachable(f"the connection to {self.base_url} broke: {error or type(error).__name__}")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+async def _pieces(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    async for piece in response.aiter_bytes():
+        yield piece
