@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from baton.common.errors import ConfigError
 from baton.common.kv.prefix.names import WITHOUT_SHARING, PrefixCacheName
+from baton.common.routing_config import KvEventsConfig, RoutingConfig, validate_routing
 
 FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
@@ -245,6 +246,8 @@ class ClusterConfig:
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     idempotency: IdempotencyConfig = field(default_factory=IdempotencyConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
 
 
@@ -351,6 +354,7 @@ def validate(config: ClusterConfig) -> None:
         if (getattr(config.kv, name) or 0) > MAX_PAGES:
             raise ConfigError(f"kv.{name}", getattr(config.kv, name), f"must be at most {MAX_PAGES}")
     _validate_jobs(config.jobs)
+    validate_routing(config.routing, config.kv_events)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
@@ -455,6 +459,8 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
         ("gateway.max_sessions", config.gateway.max_sessions),
+        ("routing.max_indexed_pages", config.routing.max_indexed_pages),
+        ("kv_events.buffer_batches", config.kv_events.buffer_batches),
         ("gateway.session_ttl_s", config.gateway.session_ttl_s),
         ("idempotency.linger_s", config.idempotency.linger_s),
         ("idempotency.keep_s", config.idempotency.keep_s),

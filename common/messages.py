@@ -26,10 +26,13 @@ MAX_REGION_UNITS = 1 << 16
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIASES = 1024
 MAX_GRAMMAR_CHARS = 1 << 16
+MAX_PAGE_NAMES = 1 << 16
 MAX_PARTS = 8
 """Into so many groups of layers the units of a region may be cut."""
 
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+PageNames = Annotated[bytes, Meta(max_length=8 * MAX_PAGE_NAMES)]
+"""Little-endian 64-bit names of cached pages (`baton.common.kv.events`)."""
 UnitIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_UNITS)]
 ShortStr = Annotated[str, Meta(max_length=256)]
 SessionIdStr = Annotated[str, Meta(max_length=64)]
@@ -173,6 +176,8 @@ class Load(_Value, frozen=True, kw_only=True):
     queued_tokens: Count = 0
     steps: Count = 0
     step_age_s: float = 0.0
+    tokens_per_s: float = 0.0  # at which prompts are computed; 0: nothing was measured
+    kv_seq: Count = 0  # of the newest KvEvents; 0: there were none
     draining: bool = False
     demand: Demand | None = None  # of gateways
 
@@ -426,6 +431,30 @@ class Probe(_Message, frozen=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)]
 
 
+class KvEvents(_Message, frozen=True, kw_only=True):
+    """worker -> gateways: what its prefix tree has come to hold, and holds no more. Numbered from 1 without gaps; sent
+    once. A page that is named twice was there before, or is gone before, and still is."""
+
+    seq: Annotated[int, Meta(ge=1)]
+    stored: PageNames = b""
+    removed: PageNames = b""
+
+
+class KvEventsWanted(_Message, frozen=True, kw_only=True):
+    """gateway -> worker: I have missed what you said from `first_seq` on. Answered by that, or by a KvSnapshot."""
+
+    first_seq: Annotated[int, Meta(ge=1)]
+
+
+class KvSnapshot(_Message, frozen=True, kw_only=True):
+    """worker -> gateway: all that its prefix tree holds after KvEvents `seq`, in `parts` messages."""
+
+    seq: Annotated[int, Meta(ge=1)]
+    part: Count
+    parts: Annotated[int, Meta(ge=1, le=1 << 16)]
+    names: PageNames = b""
+
+
 class ProbeReady(_Message, frozen=True, kw_only=True):
     """source -> receiver: they are."""
 
@@ -457,6 +486,9 @@ Body = (
     | Failed
     | Probe
     | ProbeReady
+    | KvEvents
+    | KvEventsWanted
+    | KvSnapshot
 )
 
 HandoffBody = Offer | Accept | Refuse | Chunk | Ack | Nack | Done | Commit | Cancel | Cancelled | Failed
@@ -479,6 +511,8 @@ _PACKED: dict[type[Body], tuple[str, ...]] = {
     for kind in get_args(Body)
 }
 """The fields of each kind that hold int32 ids."""
+_NAMED: dict[type[Body], tuple[str, ...]] = {KvEvents: ("stored", "removed"), KvSnapshot: ("names",)}
+"""And those that hold names of pages."""
 
 
 class MalformedFrame(Exception):
@@ -502,4 +536,8 @@ def decode_frame(data: bytes | memoryview) -> Frame:
         packed: bytes = getattr(frame.body, name)
         if len(packed) % 4:
             raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole int32 ids")
+    for name in _NAMED.get(type(frame.body), ()):
+        packed = getattr(frame.body, name)
+        if len(packed) % 8:
+            raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole 64-bit names")
     return frame

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
+from baton.common.engine.kv_feed import KvFeed
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.keys import PageKeys
@@ -26,7 +27,10 @@ class DecodeActor(WorkerActor):
     ) -> EngineCore:
         own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
         explain = runner.guides.explain
-        return DecodeCore(stamp, pool, own, transfer, max_context_len, runner.vocab_size, tiers, page_keys, explain)
+        feed = KvFeed.of(pool, indexed=config.routing.indexed, published=config.kv_events.publish)
+        return DecodeCore(
+            stamp, pool, own, transfer, max_context_len, runner.vocab_size, tiers, page_keys, explain, feed
+        )
 
     def has_tiers(self, config: ClusterConfig) -> bool:
         return config.kv.tiers.named

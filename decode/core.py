@@ -27,6 +27,7 @@ from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import earliest
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.policy import ExplainGrammar
 from baton.common.errors import ErrorCode
 from baton.common.ids import SessionId, Stamp
@@ -35,7 +36,16 @@ from baton.common.kv.pool import KvPool, PreAllocated, RefusalReason
 from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import PagesRestored, PagesStored
 from baton.common.kv.tiers.keys import PageKeys
-from baton.common.messages import CancelRequest, CloseSession, Failure, FinishAck, Load, Resume, Submit
+from baton.common.messages import (
+    CancelRequest,
+    CloseSession,
+    Failure,
+    FinishAck,
+    KvEventsWanted,
+    Load,
+    Resume,
+    Submit,
+)
 from baton.decode.admission import ActiveRequest
 from baton.decode.answers import LEAVING, Answers
 from baton.decode.door import Door
@@ -85,6 +95,7 @@ class DecodeCore:
         tiers: TiersConfig = _NO_TIERS,
         page_keys: PageKeys | None = None,
         explain_grammar: ExplainGrammar = lambda grammar: "",
+        feed: KvFeed | None = None,
     ) -> None:
         assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
         self.pool = pool
@@ -94,6 +105,7 @@ class DecodeCore:
         self._retraction = Retraction(parts, self._answers)
         self._door = Door(config, parts.sessions, pool.longest, max_context_len, vocab_size, explain_grammar)
         self._returns = Returns(pool)
+        self._feed = feed
         self._max_context_len = max_context_len
         self._numbers = 0
         self._steps = 0
@@ -114,6 +126,8 @@ class DecodeCore:
                         self._parts.sessions.close(SessionId(body.session_id))
                     case Resume():
                         self._on_resume(sender, body)
+                    case KvEventsWanted() if self._feed is not None:
+                        self._feed.on_wanted(sender, body)
                     case FinishAck():
                         self._parts.outbox.acknowledge((body.request_id, body.placement), now)
                     case _:
@@ -157,7 +171,7 @@ class DecodeCore:
 
     def next_deadline(self) -> float | None:
         parts = self._parts
-        if parts.outbox.waiting or parts.commands:
+        if parts.outbox.waiting or parts.commands or (self._feed is not None and self._feed.waiting):
             return 0.0
         return earliest(
             parts.deadlines.next_s(),
@@ -170,6 +184,8 @@ class DecodeCore:
     def _take_out(self) -> list[object]:
         out: list[object] = [*self._parts.commands, *self._parts.outbox.take()]
         self._parts.commands.clear()
+        if self._feed is not None:
+            out += self._feed.take()
         return out
 
     # ------------------------------------------------------------------------------------ from gateways
@@ -224,6 +240,8 @@ class DecodeCore:
             self._parts.outbox.resume(request, message.next_index)
 
     def _on_view(self, view: MembershipView, now: float) -> None:
+        if self._feed is not None:
+            self._feed.on_view(view)
         if not self._parts.peers.update(view):
             return
         for request in list(self._parts.requests.values()):
@@ -318,6 +336,7 @@ class DecodeCore:
             total_pages=self.pool.total_pages,
             queued_tokens=sum(request.fill_len for request in parts.waiting),
             steps=self._steps,
+            kv_seq=0 if self._feed is None else self._feed.seq,
             draining=self._draining,
         )
 

@@ -77,7 +77,15 @@ class GatewayProcess:
     def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:
         config = self._spec.config
         return Gateway(
-            GatewayCore(config.gateway, config.transfer, config.liveness, model.max_model_len, model.thinking_token_id),
+            GatewayCore(
+                config.gateway,
+                config.transfer,
+                config.liveness,
+                model.max_model_len,
+                model.thinking_token_id,
+                config.routing,
+                config.kv.page_size,
+            ),
             model,
             io.post,
             MonotonicClock(),

@@ -20,6 +20,7 @@ from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from msgspec import Struct
 
 from baton.common.config import GatewayConfig, LivenessConfig, TransferConfig
@@ -35,6 +36,8 @@ from baton.common.messages import (
     Failure,
     FinishAck,
     Heartbeat,
+    KvEvents,
+    KvSnapshot,
     Load,
     Member,
     Output,
@@ -48,8 +51,9 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.common.prompt_logprobs import PromptLogprobs
+from baton.common.routing_config import RoutingConfig
 from baton.deploy.demand import DemandMeter
-from baton.deploy.routing.router import Router
+from baton.deploy.routing.router import Placement, Router
 from baton.deploy.session_book import Session, SessionBook
 
 MAX_PLACEMENTS = 16
@@ -64,6 +68,7 @@ _LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
 
 _WORTH_RETRYING = frozenset({ErrorCode.OVERLOADED, ErrorCode.SESSION_BUSY})
 
+_DEFAULT_ROUTING = RoutingConfig()
 _RELEASE_GRACE_S = 30.0
 _RETRY_AFTER_S = 1.0
 _QUIET_RESENDS = 8
@@ -138,7 +143,8 @@ class _Request:
     session: Session | None = None
     refused_by: set[Stamp] = field(default_factory=set)
     last_refusal: Failure | None = None
-    prefill: Stamp | None = None  # who was chosen to compute its prompt, until the first token is here
+    prefill: Placement | None = None  # who was chosen to compute its prompt, until the first token is here
+    decode: Placement | None = None  # where it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,10 @@ class GatewayCore:
         liveness: LivenessConfig,
         max_context_len: int,
         thinking_token_id: int = -1,
+        routing: RoutingConfig = _DEFAULT_ROUTING,
+        page_size: int = 16,
     ) -> None:
+        """Raises ConfigError when there is no such routing policy."""
         self._thinking_token_id = thinking_token_id
         self._max_inflight = gateway.max_inflight_requests
         self._max_context_len = max_context_len
@@ -173,7 +182,7 @@ class GatewayCore:
         self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
         self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
         self._members: dict[WorkerId, Member] = {}
-        self._router = Router()
+        self.router = Router(routing, page_size, transfer.resend_after_s)
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
         self._demand = DemandMeter()
         self.stale_outputs = 0
@@ -268,7 +277,9 @@ class GatewayCore:
             return out
         match event.body:
             case Heartbeat(load=load):
-                self._router.heard(event.sender, load)
+                out += self.router.heard(event.sender, load, now)
+            case KvEvents() | KvSnapshot():
+                self.router.on_kv(event.sender, event.body, now)
             case Submitted():
                 self._on_submitted(event.sender, event.body, now, out)
             case Output():
@@ -317,7 +328,7 @@ class GatewayCore:
     @property
     def idle(self) -> bool:
         """Every request has ended and every worker has let go of what was its."""
-        return self._router.idle and not (self._requests or self._releases or self._finished)
+        return self.router.idle and not (self._requests or self._releases or self._finished)
 
     # ---------------------------------------------------------------------------------------- placement
 
@@ -334,38 +345,36 @@ class GatewayCore:
     def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         """Sends a waiting request to the best decode worker, if there is one."""
         assert isinstance(request.state, Waiting)
-        stamp = self._session_worker(request) or self._router.choose("decode", request.prompt, request.refused_by)
-        if stamp is None:
+        request.decode = self._decode_placement(request)
+        if request.decode is None:
             refusal = request.last_refusal
-            if refusal is not None and refusal.code in _LASTING and len(self._router.seats("decode")):
+            if refusal is not None and refusal.code in _LASTING and len(self.router.seats("decode")):
                 self._fail(request, refusal, now, out)  # everyone who is there has refused it
             else:
                 self._timers.set(request.request_id, request.state.give_up_s)
             return
-        request.state = Placing(stamp)
-        self._router.placed(stamp, 1)
-        self._send_submit(request, stamp, now, out)
+        request.state = Placing(request.decode.stamp)
+        self._send_submit(request, request.decode.stamp, now, out)
 
-    def _session_worker(self, request: _Request) -> Stamp | None:
-        """Who has the KV of the conversation so far."""
+    def _decode_placement(self, request: _Request) -> Placement | None:
+        """With whoever has the KV of the conversation so far, else by the policy."""
         stamp = request.session.worker if request.session is not None else None
-        able = stamp is not None and stamp in self._router.seats("decode") and stamp not in request.refused_by
-        return stamp if able else None
+        if stamp is not None and stamp in self.router.seats("decode") and stamp not in request.refused_by:
+            return self.router.put(Placement(stamp, len(request.prompt)))
+        return self.router.place("decode", request.prompt, _draw(request), request.refused_by)
 
     def _choose_prefill(self, request: _Request) -> Stamp | None:
         """Once per placement, unless who was chosen has left. The decode worker may do otherwise: this gateway's count
         is of what it has asked for."""
-        if request.prefill is None or request.prefill not in self._router.seats("prefill"):
+        if request.prefill is None or request.prefill.stamp not in self.router.seats("prefill"):
             self._prompt_over(request)
-            request.prefill = self._router.choose("prefill", request.prompt)
-            if request.prefill is not None:
-                self._router.placed(request.prefill, 1)
-        return request.prefill
+            request.prefill = self.router.place("prefill", request.prompt, _draw(request))
+        return None if request.prefill is None else request.prefill.stamp
 
     def _prompt_over(self, request: _Request) -> None:
         """Its prompt is computed, or given up."""
         if request.prefill is not None:
-            self._router.placed(request.prefill, -1)
+            self.router.leave(request.prefill)
             request.prefill = None
 
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
@@ -399,15 +408,16 @@ class GatewayCore:
 
     def _leave(self, request: _Request) -> None:
         self._prompt_over(request)
-        if isinstance(request.state, Placing | Streaming):
-            self._router.placed(request.state.worker, -1)
+        if request.decode is not None:
+            self.router.leave(request.decode)
+            request.decode = None
 
     # ------------------------------------------------------------------------------------------- events
 
     def _on_view(self, view: MembershipView, now: float, out: list[GatewayEffect]) -> None:
         self._members = {member.stamp.worker: member for member in view.members}
         alive = {member.stamp for member in view.members}
-        self._router.on_view(view)
+        self.router.on_view(view)
         for key in [key for key, release in self._releases.items() if release.worker not in alive]:
             self._forget_release(key, None, out)
         for request in list(self._requests.values()):
@@ -574,6 +584,11 @@ class GatewayCore:
 
 def _worker_of(request: _Request) -> Stamp | None:
     return None if isinstance(request.state, Waiting) else request.state.worker
+
+
+def _draw(request: _Request) -> int:
+    """Another number for each request and placement; the same one in every run."""
+    return xxhash.xxh3_64_intdigest(request.request_id.encode(), request.placement)
 
 
 def _to(worker: Stamp, body: Body) -> SendTo:

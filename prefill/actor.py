@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
+from baton.common.engine.kv_feed import KvFeed
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.keys import PageKeys
@@ -27,7 +28,8 @@ class PrefillActor(WorkerActor):
     ) -> EngineCore:
         worker = config.prefill_worker
         groups = LayerGroups.of(runner.memory, worker.layer_groups)
-        return PrefillCore(pool, worker, runner.vocab_size, groups, runner.guides.explain)
+        feed = KvFeed.of(pool, indexed=config.routing.indexed, published=config.kv_events.publish)
+        return PrefillCore(pool, worker, runner.vocab_size, groups, runner.guides.explain, feed)
 
     def max_rows(self, config: ClusterConfig) -> int:
         return config.prefill_worker.max_queued_requests

@@ -31,13 +31,14 @@ from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
 from baton.common.engine.chunks import ChunkBudget, chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.policy import ExplainGrammar, foreign_token
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.pool import KvPool, RefusalReason, Refused
 from baton.common.kv.record import ReqKvInfo
-from baton.common.messages import Failure, Load
+from baton.common.messages import Failure, KvEventsWanted, Load
 from baton.prefill.grace import KeptRequests, is_receiver_lost, serves
 from baton.prefill.pipelining import ONE_GROUP, LayerGroups
 from baton.prefill.request import (
@@ -80,11 +81,13 @@ class PrefillCore:
         vocab_size: int,
         layer_groups: LayerGroups = ONE_GROUP,
         explain_grammar: ExplainGrammar = lambda grammar: "",
+        feed: KvFeed | None = None,
     ) -> None:
         self.pool = pool
         self._config = config
         self._vocab_size = vocab_size
         self._explain_grammar = explain_grammar
+        self._feed = feed
         self._computing = Speed()
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
@@ -120,8 +123,11 @@ class PrefillCore:
                 self._draining = True
                 while (kept := self._kept.take_oldest()) is not None:
                     self._end(kept)
-            case MembershipView():
-                pass  # peers that die are the transfer plane's to notice: it ends their hand-offs here
+            case MembershipView():  # peers that die are the transfer plane's to notice: it ends their hand-offs here
+                if self._feed is not None:
+                    self._feed.on_view(event)
+            case FromPeer(sender, KvEventsWanted() as wanted) if self._feed is not None:
+                self._feed.on_wanted(sender, wanted)
             case FromPeer():
                 self.stray_messages += 1  # nobody sends requests to a prefill worker
             case _:
@@ -140,7 +146,7 @@ class PrefillCore:
         return self._take_out()
 
     def next_deadline(self) -> float | None:
-        if self._out:
+        if self._out or (self._feed is not None and self._feed.waiting):
             return 0.0
         return earliest(self._deadlines.next_s(), self._kept.next_deadline())
 
@@ -388,6 +394,8 @@ class PrefillCore:
     def _take_out(self) -> list[object]:
         out: list[object] = list(self._out)
         self._out.clear()
+        if self._feed is not None:
+            out += self._feed.take()
         return out
 
     # ------------------------------------------------------------------------------------------ reporting
@@ -400,6 +408,8 @@ class PrefillCore:
             total_pages=self.pool.total_pages,
             queued_tokens=sum(request.total for request in self._queue),
             steps=self._steps,
+            tokens_per_s=self._computing.tokens_per_s,
+            kv_seq=0 if self._feed is None else self._feed.seq,
             draining=self._draining,
         )
 

@@ -55,6 +55,11 @@ class Speed:
         self._tokens = self.KEEP * self._tokens + tokens
         self._seconds = self.KEEP * self._seconds + seconds
 
+    @property
+    def tokens_per_s(self) -> float:
+        """0.0: nothing was measured."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
     def seconds(self, tokens: int) -> float | None:
         """What so many take. None: nothing was measured, or nothing ever came."""
         return tokens * self._seconds / self._tokens if self._tokens > 0 else None

@@ -31,7 +31,7 @@ LISTENS_TO: Mapping[str, frozenset[str]] = {
 }
 """By role: whose silence always counts."""
 SPEAKS_TO: Mapping[str, frozenset[str]] = {
-    "gateway": frozenset({"decode"}),
+    "gateway": frozenset({"decode", "prefill"}),  # to the latter only of what they have cached
     "decode": frozenset({"gateway", "prefill"}),
     "prefill": frozenset({"gateway", "decode"}),
 }

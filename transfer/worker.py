@@ -170,6 +170,7 @@ class WorkerProcess:
             config.kv.prefix_cache,
             TransitionLog(self._clock),
             self._step_tokens,
+            events=config.routing.indexed or config.kv_events.publish,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
         core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from baton.common.kv.errors import OwnershipError
+from baton.common.kv.events import PageLog
 from baton.common.kv.layout import Component
 from baton.common.kv.parts import PoolParts
-from baton.common.kv.prefix.interface import I32, NO_IDS, GroupPages, Span
+from baton.common.kv.prefix.interface import I32, NO_IDS, GroupPages, Inserted, Span
 from baton.common.kv.record import NO_COPY, KvHolder, ReqKvInfo, take_kv
 from baton.common.kv.release import free_leftovers
 from baton.common.units import whole_pages
@@ -83,6 +84,8 @@ def _insert(parts: PoolParts, record: ReqKvInfo, tokens: I32, length: int, state
     )
     kept = supply.prefix.insert(record.prefix_lock, tokens[:length], given)
     record.prefix_lock = kept.lease
+    if supply.events is not None and len(kept.taken.full):
+        _tell(supply.events, parts, record, tokens, start, kept)
     if kept.lease is None or kept.lease.length == start:
         return kept.taken
     record.cache_protected_len = kept.lease.length
@@ -94,3 +97,15 @@ def _insert(parts: PoolParts, record: ReqKvInfo, tokens: I32, length: int, state
         supply.note("row -> cached", component, kept.taken.of(component), row)
         supply.give_back(component, kept.duplicate.of(component), "duplicate -> free", row)
     return kept.taken
+
+
+def _tell(events: PageLog, parts: PoolParts, record: ReqKvInfo, tokens: I32, start: int, kept: Inserted) -> None:
+    """The tree took pages: behind those that it knew already of what was offered from `start` on, and those before."""
+    page_size, taken = parts.page_size, kept.taken.full
+    known = len(kept.duplicate.full)
+    first = start + known * page_size
+    if known:
+        before = int(kept.pages.full[known - 1])
+    else:
+        before = int(parts.full_view(record, start - page_size, start)[0]) if start else 0
+    events.stored(before, tokens[first : first + len(taken) * page_size], taken)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from baton.common.kv.events import PageLog
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.configurations import shares_prefixes
 from baton.common.kv.prefix.interface import I32, NO_IDS
@@ -37,10 +38,11 @@ class PoolParts:
         prefix_cache: PrefixCacheName,
         transitions: TransitionLog | None,
         step_tokens: int,
+        events: PageLog | None,
     ) -> None:
         self.layout = layout
         self.page_size = layout.page_size
-        self.supply = Supply(layout, num_pages, prefix_cache, transitions)
+        self.supply = Supply(layout, num_pages, prefix_cache, transitions, events)
         width = pages_for_tokens(max_context_len, layout.page_size) if layout.paged else 1
         self.rows = RowTable(max_rows, width)
         self.sharing = shares_prefixes(prefix_cache)

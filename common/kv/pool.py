@@ -25,6 +25,7 @@ from baton.common.kv.allocator import PageAllocator
 from baton.common.kv.caching import insert_and_go_on, release
 from baton.common.kv.census import Census, Holding, take_census
 from baton.common.kv.errors import OwnershipError
+from baton.common.kv.events import PageLog
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.parts import PoolParts
 from baton.common.kv.prefix.interface import (
@@ -58,7 +59,8 @@ class KvPool:
     """`num_pages` counts the null page (or slot) of each component, as `KvBuffer.num_pages` does; `max_context_len` is
     the row width in tokens; `step_tokens` is the most that one step computes of one record. `longest` is the most
     tokens of one record: what a row and an otherwise empty pool can hold. `copying` are the leases of those who copy
-    cached pages, beside the records' own."""
+    cached pages, beside the records' own. With `events` it says what becomes cached and what does not stay (of the
+    pages of full attention: without those, nothing)."""
 
     def __init__(
         self,
@@ -69,12 +71,19 @@ class KvPool:
         prefix_cache: PrefixCacheName = "radix",
         transitions: TransitionLog | None = None,
         step_tokens: int = 512,
+        *,
+        events: bool = False,
     ) -> None:
         self.layout = layout
         self.page_size = layout.page_size
         self.max_context_len = max_context_len
         self.main = layout.components[0]
-        self.parts = PoolParts(layout, num_pages, max_rows, max_context_len, prefix_cache, transitions, step_tokens)
+        self.events: PageLog | None = None
+        if events and layout.full:
+            self.events = PageLog(layout.page_size, num_pages[Component.FULL])
+        self.parts = PoolParts(
+            layout, num_pages, max_rows, max_context_len, prefix_cache, transitions, step_tokens, self.events
+        )
         self.supply, self.rows = self.parts.supply, self.parts.rows
         self.window, self.states = self.parts.window, self.parts.states
         self.longest = self.parts.longest(max_context_len)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.common.kv.allocator import PageAllocator
+from baton.common.kv.events import PageLog
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.configurations import make_prefix_cache
 from baton.common.kv.prefix.interface import I32, NO_IDS, GroupCounts, GroupPages, PrefixCache
@@ -26,11 +27,13 @@ class Supply:
         num_pages: Mapping[Component, int],
         prefix_cache: PrefixCacheName,
         transitions: TransitionLog | None,
+        events: PageLog | None = None,
     ) -> None:
         assert set(num_pages) == set(layout.components), (num_pages, layout)
         self.allocators = {component: PageAllocator(num_pages[component]) for component in layout.components}
         self.prefix: PrefixCache = make_prefix_cache(prefix_cache, layout)
         self.transitions = transitions
+        self.events = events
 
     def total(self, component: Component) -> int:
         return self.allocators[component].total_pages
@@ -87,5 +90,7 @@ class Supply:
         return gone.counts
 
     def _take_back(self, gone: GroupPages) -> None:
+        if self.events is not None:
+            self.events.removed(gone.full)
         for component in self.allocators:
             self.give_back(component, gone.of(component), "cached -> free", None)

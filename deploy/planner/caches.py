@@ -13,6 +13,9 @@ class BlockCache:
         self._kept: OrderedDict[int, int] = OrderedDict()  # block -> tokens; oldest first
         self._tokens = 0
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._kept
+
     def cached_tokens(self, blocks: tuple[int, ...], block_tokens: int, prompt_tokens: int) -> int:
         """Of a prompt. Its last token is always computed: it is asked what comes next."""
         count = 0

@@ -8,6 +8,7 @@ and `tests/sim/test_planner.py` compares the two. What it leaves out is listed i
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
@@ -20,12 +21,14 @@ from msgspec import structs
 from baton.common.config import DecodeConfig, PrefillConfig
 from baton.common.engine.policy import AFFINITY_TOKENS
 from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Demand
+from baton.common.messages import Demand, Load
+from baton.common.routing_config import RoutingConfig
 from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.planner.cost import CostModel, pairs_of
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest
 from baton.deploy.planner.workers import DecodeWorker, Job, PrefillWorker
+from baton.deploy.routing.policies import Role, mixed, policy_of
 from baton.deploy.routing.seats import Seats
 
 
@@ -50,6 +53,7 @@ class Knobs:
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
 
 
 class ModelCluster:
@@ -67,7 +71,9 @@ class ModelCluster:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._ties = itertools.count()
         self._names = itertools.count()
-        self._seats: dict[str, Seats] = {}  # by role, until who is there changes
+        self._seats: dict[Role, Seats] = {}  # until who is there changes
+        self._policy = policy_of(self._knobs.routing.policy)
+        self._turns = itertools.count()
         self._strangers = itertools.count()
         self._unserved = 0
         for _ in range(split.prefill):
@@ -93,20 +99,26 @@ class ModelCluster:
         (self.prefill if isinstance(worker, PrefillWorker) else self.decode).pop(worker.name)
         self._seats.clear()
 
-    def _choose(self, role: str, request: TraceRequest) -> WorkerId:
-        """As the gateway's router does, with loads that are never late. Who still starts is chosen last."""
+    def _choose(self, role: Role, request: TraceRequest) -> WorkerId:
+        """As the gateway's router does, with news that are never late. Who still starts is chosen last."""
         workers: Mapping[WorkerId, PrefillWorker | DecodeWorker] = self.prefill if role == "prefill" else self.decode
         seats = self._seats.get(role)
         if seats is None:
-            seats = self._seats[role] = Seats(_stamp(name) for name in workers)
+            seats = self._seats[role] = Seats(role, request.block_tokens or 1, (_stamp(name) for name in workers))
         for name, worker in workers.items():
-            seats.placed(_stamp(name), worker.requests)
+            load = Load(free_pages=worker.room_tokens // (request.block_tokens or 1))
+            seats.heard(_stamp(name), load)
+            seats.placed(_stamp(name), worker.requests, worker.queued_tokens)
         draining = [_stamp(name) for name, worker in workers.items() if worker.draining]
         starting = [_stamp(name) for name, worker in workers.items() if worker.ready_s > self.now]
-        tokens = self._first_tokens(request)
-        chosen = seats.choose(tokens, draining + starting) or seats.choose(tokens, draining)
-        assert chosen is not None, f"every {role} worker drains"
-        return chosen.worker
+        turn = next(self._turns)
+        matched = np.array([worker.matched_tokens(request) for worker in workers.values()], dtype=np.int64)
+        for refused in (draining + starting, draining):
+            choice = seats.choice(self._first_tokens(request), refused, matched, turn, mixed(turn))
+            place = self._policy(dataclasses.replace(choice, prompt_tokens=request.prompt_tokens))
+            if place is not None:
+                return seats.stamps[place].worker
+        raise AssertionError(f"every {role} worker drains")
 
     def _first_tokens(self, request: TraceRequest) -> npt.NDArray[np.int32]:
         """What a prompt begins with, as far as the router looks: the same for the same blocks."""
@@ -159,7 +171,7 @@ class ModelCluster:
         """A prefill worker that has less of the prompt than the decode worker gets it back, where that is faster."""
         request = job.request
         source = job.prefill = self.prefill[self._choose("prefill", request)]
-        source.expected += 1
+        source.expect(request)
         has = source.cache.cached_tokens(request.blocks, request.block_tokens, request.prompt_tokens)
         if job.shipped <= has:
             return 0.0
@@ -177,7 +189,9 @@ class ModelCluster:
         assert worker is not None
         worker.expected -= 1
         if worker.draining:  # meanwhile
+            worker.comes_no_more(job.request)
             worker = job.prefill = self.prefill[self._choose("prefill", job.request)]
+            worker.coming.update(job.request.blocks)
         worker.queue.append(job)
         self._prompt(worker)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from baton.common.config import DecodeConfig, PrefillConfig
@@ -68,6 +68,7 @@ class PrefillWorker:
         self.held_tokens = 0
         self.handing_off = 0
         self.expected = 0  # was promised to it, and is not here yet
+        self.coming: Counter[int] = Counter()  # blocks of all that it was given and has not computed
         self._cost = cost
         self._budget = config.chunk_tokens
         self._chunks: list[tuple[Job, int]] = []
@@ -82,8 +83,30 @@ class PrefillWorker:
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts, not computed yet."""
+        """Of prompts, not computed yet, as far as they are here."""
         return sum(job.request.prompt_tokens - job.done for job in (*self.jobs, *self.queue))
+
+    @property
+    def room_tokens(self) -> int:
+        return self._cost.pool_tokens - self.held_tokens
+
+    def matched_tokens(self, request: TraceRequest) -> int:
+        """Of its prompt, cached or coming: what a router counts on."""
+        known = [block in self.coming or block in self.cache for block in request.blocks]
+        blocks = known.index(False) if False in known else len(known)
+        return min(blocks * request.block_tokens, request.prompt_tokens - 1)
+
+    def expect(self, request: TraceRequest) -> None:
+        """It is on its way here."""
+        self.expected += 1
+        self.coming.update(request.blocks)
+
+    def comes_no_more(self, request: TraceRequest) -> None:
+        """It is computed, or somewhere else."""
+        self.coming.subtract(request.blocks)
+        for block in request.blocks:
+            if not self.coming[block]:
+                del self.coming[block]
 
     def admit(self) -> None:
         """Those at the head of the queue whose prompts fit into the pool."""
@@ -114,6 +137,7 @@ class PrefillWorker:
                 self.jobs.remove(job)
                 self.handing_off += 1
                 self._keep(job.request)
+                self.comes_no_more(job.request)
         return [job for job, _ in self._chunks]
 
     def release(self, job: Job) -> None:
@@ -167,6 +191,19 @@ class DecodeWorker:
     @property
     def requests(self) -> int:
         return len(self.queue) + self.active
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that wait to be let in."""
+        return sum(job.request.prompt_tokens for job in self.queue)
+
+    @property
+    def room_tokens(self) -> int:
+        return self._cost.pool_tokens - self.held_tokens
+
+    def matched_tokens(self, request: TraceRequest) -> int:
+        """Of its prompt, cached."""
+        return self.cache.cached_tokens(request.blocks, request.block_tokens, request.prompt_tokens)
 
     @property
     def idle(self) -> bool:

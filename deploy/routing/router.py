@@ -1,57 +1,163 @@
 """What a gateway knows of the workers that it chooses from, kept up to date; and the choice. Pure.
 
-Owns: the last load of each member, how many requests this gateway has placed on it, and the seats of either role.
-Never: knows a request, or sends anything.
+Owns: the last load of each member, what this gateway has placed on it, the seats of either role, and the index of what
+workers have cached, where the policy wants one. Never: knows a request, or sends anything.
+
+What was placed on a prefill worker will be cached there before long, so it counts as cached as soon as it is placed:
+prompts that come together and begin alike are not computed side by side for want of news.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
-from baton.common.engine.core_api import MembershipView
+from baton.common.engine.core_api import MembershipView, SendTo
 from baton.common.ids import Stamp
-from baton.common.messages import Load
+from baton.common.kv.events import page_names
+from baton.common.messages import KvEvents, KvSnapshot, Load
+from baton.common.routing_config import RoutingConfig
+from baton.deploy.routing.index import PrefixIndex
+from baton.deploy.routing.policies import I64, Policy, Role, policy_of
 from baton.deploy.routing.seats import Seats
 
-Role = Literal["prefill", "decode"]
+I32 = npt.NDArray[np.int32]
+
+
+class Placement(Struct, frozen=True):
+    """Something that was given to a worker; taken back with `Router.leave`. `tokens`: what it has to do of it; `names`:
+    the pages that it will have cached then."""
+
+    stamp: Stamp
+    tokens: int
+    names: tuple[int, ...] = ()
+
+
+class _Placed:
+    """On one worker, of this gateway's."""
+
+    __slots__ = ("names", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self.names: Counter[int] = Counter()
 
 
 class Router:
-    """`on_view`, `heard` and `placed` tell it news; `choose` answers."""
+    """`on_view`, `heard` and `on_kv` tell it news; `place` chooses, and remembers it until `leave`."""
 
-    def __init__(self) -> None:
-        self._seats: dict[Role, Seats] = {"prefill": Seats(), "decode": Seats()}  # those who could take a request now
+    def __init__(self, config: RoutingConfig, page_size: int, resend_s: float, policy: Policy | None = None) -> None:
+        """Raises ConfigError when there is no such policy."""
+        self._policy = policy or policy_of(config.policy)
+        self._page_size = page_size
+        self.index = PrefixIndex(config.max_indexed_pages, resend_s) if config.indexed else None
+        self._seats: dict[Role, Seats] = {role: Seats(role, page_size) for role in ("prefill", "decode")}
         self._loads: dict[Stamp, Load] = {}
-        self._placed: dict[Stamp, int] = {}  # requests on decode workers, and prompts on prefill workers
+        self._placed: dict[Stamp, _Placed] = {}
+        self._turns: Counter[Role] = Counter()
+
+    # ------------------------------------------------------------------------------------------ news
 
     def on_view(self, view: MembershipView) -> None:
         """Who is there now. What was placed on somebody who is not stays counted until it is taken back."""
         alive = {member.stamp for member in view.members}
         self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
-        self._seats = {"prefill": self._seats_of(view, "prefill"), "decode": self._seats_of(view, "decode")}
+        self._seats = {role: self._seats_of(view, role) for role in self._seats}
+        if self.index is not None:
+            self.index.alive(member.stamp for member in view.members if member.role in self._seats)
 
-    def heard(self, stamp: Stamp, load: Load) -> None:
-        """A heartbeat."""
+    def heard(self, stamp: Stamp, load: Load, now: float) -> list[SendTo]:
+        """A heartbeat. It may show that news are missing: then they are asked for."""
         self._loads[stamp] = load
         for seats in self._seats.values():
             seats.heard(stamp, load)
+        wanted = self.index.wants(stamp, load.kv_seq, now) if self.index is not None else None
+        return [] if wanted is None else [SendTo(stamp.worker, stamp.epoch, wanted)]
 
-    def placed(self, stamp: Stamp, more: int) -> None:
-        """So many more (or fewer) of this gateway's requests are there."""
-        placed = self._placed.get(stamp, 0) + more
-        self._placed[stamp] = placed
-        if not placed:
-            del self._placed[stamp]
+    def on_kv(self, sender: Stamp, message: KvEvents | KvSnapshot, now: float) -> None:
+        """What a worker has cached."""
+        if self.index is None:
+            return
+        if isinstance(message, KvEvents):
+            self.index.on_events(sender, message, now)
+        else:
+            self.index.on_snapshot(sender, message, now)
+
+    def _seats_of(self, view: MembershipView, role: Role) -> Seats:
+        members = [one for one in view.members if one.role == role and one.stamp.worker not in view.silent]
+        seats = Seats(role, self._page_size, (one.stamp for one in members))
+        for one in members:
+            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
+            if (placed := self._placed.get(one.stamp)) is not None:
+                seats.placed(one.stamp, placed.requests, placed.tokens)
+        return seats
+
+    # --------------------------------------------------------------------------------------- choices
+
+    def place(self, role: Role, prompt: I32, draw: int, refused_by: Collection[Stamp] = ()) -> Placement | None:
+        """The worker for a prompt, none of `refused_by`; None when there is no candidate. `draw`: any number that is
+        another one for another request."""
+        seats = self._seats[role]
+        names: tuple[int, ...] = ()
+        matched: I64 | None = None
+        if self.index is not None:
+            names, matched = self._matched(seats.stamps, prompt, whole=role == "prefill")
+        choice = seats.choice(prompt, refused_by, matched, self._turns[role], draw)
+        place = self._policy(choice)
+        if place is None:
+            return None
+        assert choice.takes[place], f"the policy chose {seats.stamps[place]}, which cannot take the request"
+        self._turns[role] += 1
+        tokens = len(prompt) - int(choice.matched[place]) if role == "prefill" else len(prompt)
+        return self.put(Placement(seats.stamps[place], tokens, names))
+
+    def put(self, placement: Placement) -> Placement:
+        """It is there, for a reason of its own or by choice."""
+        self._count(placement, 1)
+        return placement
+
+    def leave(self, placement: Placement) -> None:
+        """It is not there any more, or done."""
+        self._count(placement, -1)
+
+    def _count(self, placement: Placement, sign: int) -> None:
+        stamp = placement.stamp
+        placed = self._placed.setdefault(stamp, _Placed())
+        placed.requests += sign
+        placed.tokens += sign * placement.tokens
+        for name in placement.names:
+            placed.names[name] += sign
+            if not placed.names[name]:
+                del placed.names[name]
         for seats in self._seats.values():
-            seats.placed(stamp, placed)
+            seats.placed(stamp, placed.requests, placed.tokens)
+        if not placed.requests:
+            del self._placed[stamp]
 
-    def choose(self, role: Role, prompt: npt.NDArray[np.int32], refused_by: Collection[Stamp] = ()) -> Stamp | None:
-        """The worker for a prompt, none of `refused_by`; None when there is no candidate."""
-        return self._seats[role].choose(prompt, refused_by)
+    def _matched(self, stamps: Iterable[Stamp], prompt: I32, *, whole: bool) -> tuple[tuple[int, ...], I64]:
+        """How much of the prompt each has, or will have. The names of its pages: all of them where `whole`, else as far
+        as anybody has them."""
+        assert self.index is not None
+        stamps = list(stamps)
+        matched = np.zeros(len(stamps), dtype=np.int64)
+        sources = []
+        for place, stamp in enumerate(stamps):
+            placed = self._placed.get(stamp)
+            sources.append((place, self.index.names_of(stamp), placed.names if placed is not None else ()))
+        names = []
+        for count, name in enumerate(page_names(prompt, self._page_size), start=1):
+            sources = [one for one in sources if name in one[1] or name in one[2]]
+            for place, _, _ in sources:
+                matched[place] = count
+            if not sources and not whole:
+                break
+            names.append(name)
+        return tuple(names) if whole else (), np.minimum(matched * self._page_size, max(0, len(prompt) - 1))
 
     def seats(self, role: Role) -> Seats:
         """Who is there and has been heard."""
@@ -61,11 +167,3 @@ class Router:
     def idle(self) -> bool:
         """Nothing of this gateway's is anywhere."""
         return not self._placed
-
-    def _seats_of(self, view: MembershipView, role: Role) -> Seats:
-        members = [one for one in view.members if one.role == role and one.stamp.worker not in view.silent]
-        seats = Seats(one.stamp for one in members)
-        for one in members:
-            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
-            seats.placed(one.stamp, self._placed.get(one.stamp, 0))
-        return seats

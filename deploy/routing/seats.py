@@ -1,13 +1,12 @@
-"""Which workers a request is sent to. Pure: loads in, a choice out. Knows no socket and no clock.
+"""The workers of one role that could take a request, and what each has to do: what policies choose from. Pure.
 
-Policy: least loaded, with prefix affinity as the tie breaker. A worker that prefers a prompt (rendezvous hash of its
-beginning) gets it as long as it has at most `slack` more requests than the least loaded one. A choice costs a few array
-operations however many workers there are.
+Owns: the last news of each, in arrays, so that a choice costs a few array operations however many workers there are.
+Never: chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,25 +14,26 @@ import numpy.typing as npt
 from baton.common.engine.policy import affinity_key, affinity_seeds, affinity_weights
 from baton.common.ids import Stamp
 from baton.common.messages import Load
-
-SLACK = 4
-_NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+from baton.deploy.routing.policies import I64, Choice, Role
 
 
 class Seats:
-    """The workers of one role that could take a request, and what each has to do: what it says itself, or what this
-    gateway has placed there when that is more, for heartbeats lag behind. A worker that drains takes nothing."""
+    """A worker that drains takes nothing."""
 
-    def __init__(self, stamps: Iterable[Stamp] = ()) -> None:
-        self._stamps = list(stamps)
-        self._places = {stamp: place for place, stamp in enumerate(self._stamps)}
-        self._seeds = affinity_seeds([stamp.worker for stamp in self._stamps])
-        self._said = np.zeros(len(self._stamps), dtype=np.int64)
-        self._placed = np.zeros(len(self._stamps), dtype=np.int64)
-        self._drains = np.zeros(len(self._stamps), dtype=np.bool_)
+    def __init__(self, role: Role, page_size: int, stamps: Iterable[Stamp] = ()) -> None:
+        self.stamps: Sequence[Stamp] = list(stamps)
+        self._role = role
+        self._page_size = page_size
+        self._places = {stamp: place for place, stamp in enumerate(self.stamps)}
+        self._seeds = affinity_seeds([stamp.worker for stamp in self.stamps])
+        count = len(self.stamps)
+        self._said, self._placed = np.zeros((2, 2, count), dtype=np.int64)  # requests, and tokens that wait
+        self._free_pages = np.zeros(count, dtype=np.int64)
+        self._tokens_per_s = np.zeros(count, dtype=np.float64)
+        self._drains = np.zeros(count, dtype=np.bool_)
 
     def __len__(self) -> int:
-        return len(self._stamps)
+        return len(self.stamps)
 
     def __contains__(self, stamp: Stamp) -> bool:
         return stamp in self._places
@@ -41,27 +41,42 @@ class Seats:
     def heard(self, stamp: Stamp, load: Load) -> None:
         place = self._places.get(stamp)
         if place is not None:
-            self._said[place] = load.queued + load.running
+            self._said[:, place] = load.queued + load.running, load.queued_tokens
+            self._free_pages[place] = load.free_pages
+            self._tokens_per_s[place] = load.tokens_per_s
             self._drains[place] = load.draining
 
-    def placed(self, stamp: Stamp, requests: int) -> None:
-        """So many of this gateway's are there."""
+    def placed(self, stamp: Stamp, requests: int, tokens: int) -> None:
+        """So many of this gateway's are there; the tokens are those that wait."""
         place = self._places.get(stamp)
         if place is not None:
-            self._placed[place] = requests
+            self._placed[:, place] = requests, tokens
 
-    def choose(
-        self, tokens: npt.NDArray[np.int32], refused_by: Collection[Stamp] = (), slack: int = SLACK
-    ) -> Stamp | None:
-        """The worker for a prompt, none of `refused_by`; None when there is no candidate."""
+    def choice(
+        self,
+        prompt: npt.NDArray[np.int32],
+        refused_by: Collection[Stamp],
+        matched: I64 | None,
+        turn: int,
+        draw: int,
+    ) -> Choice:
+        """All that is known for a policy. None of `refused_by` takes it; `matched` None: nothing is known of caches."""
         takes = ~self._drains
         for stamp in refused_by:
             if stamp in self._places:
                 takes[self._places[stamp]] = False
-        requests = np.maximum(self._said, self._placed)
-        able = requests[takes]
-        if not len(able):
-            return None
-        takes &= requests <= able.min() + slack
-        weights = affinity_weights(affinity_key(tokens), self._seeds)
-        return self._stamps[int(np.where(takes, weights, _NEVER).argmin())]
+        requests, waiting_tokens = np.maximum(self._said, self._placed)
+        return Choice(
+            role=self._role,
+            prompt_tokens=len(prompt),
+            page_size=self._page_size,
+            takes=takes,
+            matched=np.zeros(len(self.stamps), dtype=np.int64) if matched is None else matched,
+            requests=requests,
+            waiting_tokens=waiting_tokens,
+            free_pages=self._free_pages,
+            tokens_per_s=self._tokens_per_s,
+            affinity=affinity_weights(affinity_key(prompt), self._seeds),
+            turn=turn,
+            draw=draw,
+        )

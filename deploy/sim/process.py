@@ -19,6 +19,8 @@ from baton.common.messages import (
     HandoffBody,
     Heartbeat,
     Hello,
+    KvEvents,
+    KvSnapshot,
     Load,
     Member,
     Membership,
@@ -240,6 +242,8 @@ class GatewayProcess(MemberProcess):
             settings.liveness,
             settings.max_context_len,
             settings.thinking_token_id,
+            settings.routing,
+            settings.page_size,
         )
         self._watch = GatewayWatch(str(stamp.worker), settings.transfer.resend_after_s, world.is_prompt)
         self._timer: Wakeup | None = None
@@ -256,6 +260,8 @@ class GatewayProcess(MemberProcess):
             self._watch.view.told(event)
         else:
             self._watch.hears(event, now)
+            if isinstance(event.body, KvEvents | KvSnapshot):
+                self.world.caches.look(event.sender, self.core.router.index)
         if effects or not (
             isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)
         ):  # which makes nothing due

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost, StepTimer
 from baton.common.kv.layout import Component, KvLayout
+from baton.common.routing_config import POLICY_NAMES, RoutingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ class WorldSettings:
     half_open: float = 0.0  # share of pairs in which who sends to a new process does not reach it at first
     successor_pages: float = 1.0  # of its predecessor's that a worker has for full attention after a restart
     thinking_token_id: int = -1  # of the gateways
+    routing: RoutingConfig = field(default_factory=lambda: RoutingConfig(policy="rendezvous"))
     max_live_sources: int = 1024  # of each worker: an offer beyond is refused
     max_inflight_requests: int = 256  # of each gateway
     fault_s: float = 4.0
@@ -219,7 +221,15 @@ def random_settings(seed: int) -> WorldSettings:
     settings = _with_more_faults(settings, Random(seed ^ 0xFA17), calm, steady)
     hangs = Random(seed ^ 0x57A11)
     settings = dataclasses.replace(settings, lane_hangs=hangs.choice((0, 0, 1, 3)) * (not calm and not steady))
+    settings = dataclasses.replace(settings, routing=_routing(Random(seed ^ 0x20D7E)))
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
+
+
+def _routing(rng: Random) -> RoutingConfig:
+    """Half of the worlds have an index of what is cached, some of them one that is soon full."""
+    if rng.random() < 0.5:
+        return RoutingConfig(policy="prefix_aware", max_indexed_pages=rng.choice((1 << 20,) * 4 + (10,)))
+    return RoutingConfig(policy=rng.choice(("rendezvous",) * 5 + POLICY_NAMES))
 
 
 def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:

@@ -18,6 +18,7 @@ from msgspec import structs
 from baton.common.engine.batch import Batch
 from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner, run_out
+from baton.common.engine.kv_feed import KvFeed
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
@@ -26,7 +27,7 @@ from baton.common.kv.layout import Component
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
 from baton.common.kv.tiers.keys import PageKey
-from baton.common.messages import Frame, HandoffBody, Load
+from baton.common.messages import Frame, HandoffBody, KvEvents, Load
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.lanes import DIRECT_LANE, PULL_LANE, STAGED_LANE
@@ -72,7 +73,9 @@ class WorkerProcess(MemberProcess):
             settings.max_context_len,
             settings.prefix_cache,
             step_tokens=config.chunk_tokens,
+            events=settings.routing.indexed,
         )
+        feed = KvFeed.of(self.pool, indexed=settings.routing.indexed)
         self.runner: FakeRunner = fake_runner(
             num_pages,
             settings.page_size,
@@ -85,7 +88,7 @@ class WorkerProcess(MemberProcess):
         self.core: EngineCore
         if role == "prefill":
             groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
-            self.core = PrefillCore(self.pool, settings.prefill_config, self.runner.vocab_size, groups)
+            self.core = PrefillCore(self.pool, settings.prefill_config, self.runner.vocab_size, groups, feed=feed)
         else:
             self.core = DecodeCore(
                 stamp,
@@ -96,6 +99,7 @@ class WorkerProcess(MemberProcess):
                 self.runner.vocab_size,
                 settings.tiers,
                 page_keys_of(settings),
+                feed=feed,
             )
         memory = self.runner.memory
         self.endpoint = Endpoint(
@@ -216,6 +220,8 @@ class WorkerProcess(MemberProcess):
         for effect in effects:
             if isinstance(effect, OpenSink):
                 self._view.asks(effect.peer)
+            elif isinstance(effect, SendTo) and isinstance(effect.body, KvEvents):
+                self.world.caches.said(self.stamp, effect.body)
             self._to_io_s = due_s = max(self._to_io_s, self._after_a_hop())
             enter(due_s, self, "> io", self._io_take, (effect,))
 

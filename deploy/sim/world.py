@@ -28,6 +28,7 @@ from baton.deploy.sim.process import ControllerProcess, GatewayProcess, MemberPr
 from baton.deploy.sim.schedule import Clock, Schedule
 from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore, page_keys_of
+from baton.deploy.sim.watch_caches import CacheWatch, assert_named, is_known
 from baton.deploy.sim.watch_members import PublicationWatch
 from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.workload import OWNER, plan_workload
@@ -43,6 +44,8 @@ SHUT_DOWN_S = 5.0
 REPORT_AGAIN_S = 2.0
 RARE_LOSS = 0.03
 """Of so few heartbeats there are never so many lost, one after the other, that anybody is missed."""
+INDEX_REST_S = 10.0
+"""And from then until gateways know what is cached."""
 REST_S = 55.0
 """Most time from the last arrival, the last fault and the last answer until everything must be at rest."""
 FEW_TOMBSTONES = 16
@@ -90,6 +93,7 @@ class World:
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
         self.specs = [SeatSpec(WorkerId(f"{role}-{i}"), role) for role, count in roles for i in range(count)]
         self.publications = PublicationWatch(self._is_alive)
+        self.caches = CacheWatch()
         self.controller = ControllerProcess(self, self.specs)
         self.seats[CONTROLLER] = self.controller
         self.calm_s = 0.0
@@ -405,6 +409,7 @@ class World:
                 raise NeverRests(self._what_is_owed())
             self.schedule.run_until(self.now + QUIET_STEP_S)
             self._look_around()
+        self._wait_for_indexes()
         self._judge()
         if self.settings.aftermath_s:
             self.schedule.run_until(self.now + self.settings.aftermath_s)
@@ -425,6 +430,7 @@ class World:
         """What is not judged after each event."""
         for worker in self.workers():
             worker.look_at_sessions()
+            assert_named(worker.pool)
         self._look_at_what_is_cached(self.clients.newly_over())
 
     def _look_at_what_is_cached(self, requests: Collection[ClientRequest]) -> None:
@@ -465,6 +471,15 @@ class World:
             if not worker.settled
         ]
         return f"still open at {self.now:.1f} s: requests {open_requests}, processes {unsettled}; {detail}"
+
+    def _wait_for_indexes(self) -> None:
+        """What was lost of what gateways are told of caches is asked for."""
+        gateways = [one for one in self._living() if isinstance(one, GatewayProcess)]
+        indexes = [index for one in gateways if (index := one.core.router.index) is not None]
+        until_s = self.now + INDEX_REST_S
+        while not all(is_known(index, {one.stamp: one.pool for one in self.workers()}) for index in indexes):
+            assert self.now < until_s, "a gateway does not come to know what is cached"
+            self.schedule.run_until(self.now + QUIET_STEP_S)
 
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)

@@ -29,7 +29,7 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
-from baton.deploy.routing.seats import SLACK
+from baton.deploy.routing.policies import SLACK
 
 R = RequestId("r1")
 PROMPT = np.arange(5, dtype=np.int32)

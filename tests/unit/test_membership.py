@@ -191,4 +191,4 @@ def test_ways_are_opened_to_those_to_whom_there_is_something_to_say() -> None:
     }
     assert ways["decode-0"] == {"prefill-0", "gateway-0", "gateway-1"}
     assert ways["prefill-0"] == {"decode-0", "decode-1", "gateway-0", "gateway-1"}
-    assert ways["gateway-0"] == {"decode-0", "decode-1"}
+    assert ways["gateway-0"] == {"prefill-0", "decode-0", "decode-1"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.deadlines import Deadlines
 from baton.common.engine.policy import chunk_end, finish_reason, rendezvous_order
-from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Load, SamplingParams
-from baton.deploy.routing.seats import Seats
+from baton.common.ids import WorkerId
+from baton.common.messages import SamplingParams
 
 
 @given(
@@ -43,25 +41,6 @@ def test_rendezvous_moves_only_the_keys_of_a_leaver() -> None:
         order = rendezvous_order(str(number).encode(), workers)
         rest = [worker for worker in workers if worker != order[2]]
         assert rendezvous_order(str(number).encode(), rest) == [worker for worker in order if worker != order[2]]
-
-
-def test_router_prefers_affinity_within_the_slack_and_load_beyond_it() -> None:
-    tokens = np.arange(100, dtype=np.int32)
-    stamps = [Stamp(WorkerId(name), 1, Epoch(number)) for number, name in enumerate("abc")]
-    seats = Seats(stamps)
-    favourite = seats.choose(tokens)
-    assert favourite in seats
-    assert seats.choose(np.concatenate([tokens[:80], tokens[:80]])) == favourite, "they begin alike"
-    assert seats.choose(tokens, refused_by={favourite}) not in (None, favourite)
-    seats.heard(favourite, Load(running=4))
-    assert seats.choose(tokens) == favourite
-    seats.placed(favourite, 5)
-    assert seats.choose(tokens) != favourite, "what was placed counts until the worker says more"
-    for stamp in stamps:
-        seats.heard(stamp, Load(draining=stamp.worker != "b"))
-    assert seats.choose(tokens) == stamps[1]
-    assert seats.choose(tokens, refused_by={stamps[1]}) is None
-    assert Seats().choose(tokens) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 50))), max_size=80))
