@@ -73,11 +73,16 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
         return message
 
 
-def _call_input(call: ToolCall, field: str) -> dict[str, Any]:
+def parse_arguments(text: str, field: str) -> dict[str, Any]:
+    """Of a call that was made. Raises RequestError."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise refusal(f"{field}.function.arguments", f"must be the text of a JSON object: {error}") from error
+        raise refusal(field, f"must be the text of a JSON object: {error}") from error
+
+
+def _call_input(call: ToolCall, field: str) -> dict[str, Any]:
+    arguments = parse_arguments(call.function.arguments, f"{field}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

@@ -1,30 +1,25 @@
 """From a request to `/v1/responses` to its answer, whole or streamed.
 
-Owns: the order of the events. Never: HTTP headers or status codes (`http_app.py`).
+Owns: how one answer becomes a response. Never: the order of its events (`responses_output.py`), HTTP headers or status
+codes (`http_app.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from baton.common.errors import RequestError
 from baton.deploy.gateway_shell import AnswerEnd, Gateway
-from baton.deploy.openai_answers import Answering, collect_answer, extension_of, prepare, usage_of_choices
+from baton.deploy.openai_answers import Answering, extension_of, prepare, usage_of_choices, writer_of
 from baton.deploy.openai_replies import server_timing
-from baton.deploy.responses_api import (
-    DeltaEvent,
-    ItemEvent,
-    OutputMessage,
-    OutputText,
-    PartEvent,
+from baton.deploy.responses_api import ResponsesRequest, renamed
+from baton.deploy.responses_output import ResponseOutput
+from baton.deploy.responses_replies import (
     ResponseEvent,
     ResponseObject,
-    ResponsesRequest,
-    TextEvent,
-    renamed,
+    ResponseStreamEvent,
     response_event,
     response_to,
 )
@@ -51,72 +46,46 @@ async def prepare_response(
 
 async def respond(responding: Responding) -> tuple[ResponseObject, str]:
     """(the response, its Server-Timing header)."""
-    whole = await collect_answer(responding.answering, 0)
-    ended = _ended(responding, whole.text, whole.end)
-    return ended, server_timing(extension_of(responding.answering, 0, whole.end))
+    async with aclosing(_events(responding, ResponseOutput(responding.response))) as events:
+        async for event in events:
+            last = event
+    assert isinstance(last, ResponseEvent), "a response ends with one"
+    extension = last.response.baton
+    assert extension, "a response that has ended says where its time went"
+    return last.response, server_timing(extension)
 
 
 async def respond_stream(responding: Responding) -> AsyncGenerator[bytes, None]:
     """Server-sent events. Raises RequestError before the first one; afterwards a failure is the last event."""
-    response, numbers = responding.response, itertools.count()
-    parts: list[str] = []
+    output = ResponseOutput(responding.response)
     begun = False
     try:
-        async with aclosing(responding.answering.events(0)) as events:
+        async with aclosing(_events(responding, output)) as events:
             async for event in events:
-                if not begun:
-                    for first in _begin(response, numbers):
-                        yield first
                 begun = True
-                if isinstance(event, AnswerEnd):
-                    for last in _end(_ended(responding, "".join(parts), event), numbers):
-                        yield last
-                elif event.text:
-                    parts.append(event.text)
-                    yield response_event(
-                        DeltaEvent(
-                            type="response.output_text.delta",
-                            sequence_number=next(numbers),
-                            item_id=response.message_id,
-                            delta=event.text,
-                        )
-                    )
+                yield response_event(event)
     except RequestError as error:
         if not begun:
             raise
-        failed = response.failed(error)
-        yield response_event(ResponseEvent(type="response.failed", sequence_number=next(numbers), response=failed))
+        yield response_event(output.about("response.failed", responding.response.failed(error)))
 
 
-def _begin(response: ResponseObject, numbers: itertools.count[int]) -> list[bytes]:
-    item = OutputMessage(id=response.message_id, status="in_progress", content=())
-    part = OutputText(text="")
-    return [
-        response_event(event)
-        for event in (
-            ResponseEvent(type="response.created", sequence_number=next(numbers), response=response),
-            ResponseEvent(type="response.in_progress", sequence_number=next(numbers), response=response),
-            ItemEvent(type="response.output_item.added", sequence_number=next(numbers), item=item),
-            PartEvent(type="response.content_part.added", sequence_number=next(numbers), item_id=item.id, part=part),
-        )
-    ]
-
-
-def _end(response: ResponseObject, numbers: itertools.count[int]) -> list[bytes]:
-    (item,) = response.output
-    (part,) = item.content
-    return [
-        response_event(event)
-        for event in (
-            TextEvent(type="response.output_text.done", sequence_number=next(numbers), item_id=item.id, text=part.text),
-            PartEvent(type="response.content_part.done", sequence_number=next(numbers), item_id=item.id, part=part),
-            ItemEvent(type="response.output_item.done", sequence_number=next(numbers), item=item),
-            ResponseEvent(type=f"response.{response.status}", sequence_number=next(numbers), response=response),
-        )
-    ]
-
-
-def _ended(responding: Responding, text: str, end: AnswerEnd) -> ResponseObject:
-    answering = responding.answering
-    usage, extension = usage_of_choices(answering, {0: end}), extension_of(answering, 0, end)
-    return responding.response.ended(text, end.finish_reason, usage, extension)
+async def _events(responding: Responding, output: ResponseOutput) -> AsyncGenerator[ResponseStreamEvent, None]:
+    """Raises RequestError."""
+    answering, writer = responding.answering, writer_of(responding.answering)
+    begun = False
+    async with aclosing(answering.events(0)) as events:
+        async for event in events:
+            for first in () if begun else output.begin():
+                yield first
+            begun = True
+            if isinstance(event, AnswerEnd):
+                status = "incomplete" if event.finish_reason == "length" else "completed"
+                for one in output.push(writer.finish()) + output.finish(status):
+                    yield one
+                usage, extension = usage_of_choices(answering, {0: event}), extension_of(answering, 0, event)
+                ended = responding.response.ended(output.items, status, usage, extension)
+                yield output.about(f"response.{status}", ended)
+            else:
+                for one in output.push(writer.push(event.text)):
+                    yield one

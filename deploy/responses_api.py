@@ -1,31 +1,41 @@
-"""`/v1/responses` for texts: what it accepts and what it answers, as typed values. Pure.
+"""`/v1/responses` for texts and calls of functions: what it accepts, as typed values. Pure. (What it answers:
+`responses_replies.py`.)
 
-Owns: the shapes, and what a response says when it is completed, cut off or failed. Never: generates; an answer is that
-of the chat which the input amounts to (`as_chat`). Nothing is stored, so there is no `previous_response_id`: a
-conversation's KV is kept by sessions.
+Owns: the shapes. Never: generates; an answer is that of the chat which the input amounts to (`as_chat`). Nothing is
+stored, so there is no `previous_response_id`: a conversation is sent whole, and its KV is kept by sessions.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct, structs
 
 from baton.common.errors import RequestError
-from baton.deploy.chat_messages import ChatMessage
-from baton.deploy.guided_api import JsonSchema, ResponseFormat, Schema
-from baton.deploy.json_bodies import parse, refusal
+from baton.deploy.chat_messages import (
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    FunctionName,
+    Schema,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    parse_arguments,
+)
+from baton.deploy.guided_api import JsonSchema, ResponseFormat
+from baton.deploy.json_bodies import decode_object, parse, refusal
 from baton.deploy.openai_api import ChatRequest, Sampled, TokenCount
-from baton.deploy.openai_replies import BatonExtension, Usage
 
 _NEUTRAL = {
     "background": (False,),
     "conversation": (),
     "include": ([],),
     "max_tool_calls": (),
-    "metadata": ({},),
-    "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
     "prompt_cache_key": (),
@@ -34,10 +44,13 @@ _NEUTRAL = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
+}
+_STORED = {
+    "previous_response_id": "nothing is stored here: send the conversation in `input`",
+    "conversation": "nothing is stored here: send the conversation in `input`",
+    "store": "nothing is stored here: leave it out, or send false",
 }
 
 Nothing = Annotated[list[int], Meta(max_length=0)]
@@ -52,16 +65,51 @@ class InputPart(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     logprobs: Nothing | None = None
 
 
-class InputMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
-    type: Literal["message"] = "message"
+class InputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A message (`role`, `content`), a call that an answer made (`call_id`, `name`, `arguments`), or what came of it
+    (`call_id`, `output`)."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
     id: str | None = None  # of an answer; changes nothing
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
-    def as_chat(self) -> ChatMessage:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return ChatMessage(role=self.role, content=text)
+    def check(self, field: str) -> None:
+        """Raises RequestError when it has not what its type has, and nothing else."""
+        own = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }
+        for name in ("role", "content", "call_id", "name", "arguments", "output"):
+            given = getattr(self, name) is not None
+            if given != (name in own[self.type]):
+                raise refusal(f"{field}.{name}", f"no part of a {self.type}" if given else "required")
+        if self.arguments is not None:
+            parse_arguments(self.arguments, f"{field}.arguments")
+
+    def added_to(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """The chat with this item behind it. Calls that follow one another, or a text, are one message with it."""
+        if self.type == "message":
+            assert self.role is not None
+            return [*messages, ChatMessage(role=self.role, content=_text(self.content))]
+        if self.type == "function_call_output":
+            return [*messages, ChatMessage(role="tool", content=_text(self.output), tool_call_id=self.call_id)]
+        called = CalledFunction(name=self.name or "", arguments=self.arguments or "")
+        call = ToolCall(id=self.call_id or "", function=called)
+        last = messages[-1] if messages else None
+        if last is None or last.role != "assistant":
+            return [*messages, ChatMessage(role="assistant", tool_calls=[call])]
+        return [*messages[:-1], structs.replace(last, tool_calls=[*(last.tool_calls or ()), call])]
+
+
+def _text(content: str | list[InputPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,28 +132,69 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     format: TextFormat | None = None
 
 
+class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As in chats, but flat. A response says it again."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> Tool:
+        function = Function(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+        return Tool(function=function)
+
+
+class ChosenFunctionTool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesRequest(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    input: str | Annotated[list[InputMessage], Meta(min_length=1)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None  # labels; they change nothing
 
     def as_chat(self) -> ChatRequest:
-        """The instructions as a system message, then the input."""
+        """The instructions as a system message, then the input. Raises RequestError."""
         messages = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             messages.append(ChatMessage(role="user", content=self.input))
         else:
-            messages += [message.as_chat() for message in self.input]
+            for at, item in enumerate(self.input):
+                item.check(f"input[{at}]")
+                messages = item.added_to(messages)
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
-        form = self.text.format.as_chat() if self.text is not None and self.text.format is not None else None
         return ChatRequest(
-            messages=messages, max_completion_tokens=self.max_output_tokens, response_format=form, **shared
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            response_format=self.text.format.as_chat() if self.text is not None and self.text.format else None,
+            tools=None if self.tools is None else [tool.as_chat() for tool in self.tools],
+            tool_choice=self._choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            **shared,
         )
+
+    def _choice(self) -> ToolChoice | None:
+        if not isinstance(self.tool_choice, ChosenFunctionTool):
+            return self.tool_choice
+        return ChosenTool(function=ChosenFunction(name=self.tool_choice.name))
 
 
 def parse_responses_request(body: bytes) -> ResponsesRequest:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
+    fields = decode_object(body)
+    for name, reason in _STORED.items():
+        if fields.get(name) not in (None, False):
+            raise refusal(name, f"not supported by Baton: {reason}")
     return parse(ResponsesRequest, body, _NEUTRAL)
 
 
@@ -116,172 +205,9 @@ def renamed(error: RequestError) -> RequestError:
         "max_tokens": "max_output_tokens",
         "response_format.json_schema": "text.format.schema",
         "response_format.json_schema.schema": "text.format.schema",
+        "tool_choice.function.name": "tool_choice.name",
     }
     field = names.get(error.field or "", error.field)
+    if field is not None:
+        field = re.sub(r"^(tools\[\d+\])\.function\.", r"\1.", field)
     return RequestError(error.code, error.message, field, error.retry_after_s)
-
-
-# ------------------------------------------------------------------------------------------------ replies
-
-
-class OutputText(Struct, frozen=True, kw_only=True):
-    text: str
-    type: str = "output_text"
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
-
-
-class OutputMessage(Struct, frozen=True, kw_only=True):
-    id: str
-    status: str
-    content: tuple[OutputText, ...]
-    type: str = "message"
-    role: str = "assistant"
-
-
-class InputDetails(Struct, frozen=True, kw_only=True):
-    cached_tokens: int
-
-
-class OutputDetails(Struct, frozen=True, kw_only=True):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(Struct, frozen=True, kw_only=True):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens_details: OutputDetails = OutputDetails()
-
-
-class Incomplete(Struct, frozen=True, kw_only=True):
-    reason: str
-
-
-class Failed(Struct, frozen=True, kw_only=True):
-    code: str
-    message: str
-
-
-class ResponseObject(Struct, frozen=True, kw_only=True):
-    """What a client asked for, and how far it is answered."""
-
-    id: str
-    created_at: int
-    model: str
-    instructions: str | None
-    max_output_tokens: int | None
-    temperature: float
-    top_p: float
-    user: str | None
-    status: str = "in_progress"  # "completed" | "incomplete" | "failed"
-    output: tuple[OutputMessage, ...] = ()
-    usage: ResponseUsage | None = None
-    incomplete_details: Incomplete | None = None
-    error: Failed | None = None
-    object: str = "response"
-    parallel_tool_calls: bool = False
-    tool_choice: str = "none"
-    tools: tuple[()] = ()
-    metadata: dict[str, str] = {}
-    previous_response_id: None = None
-    store: bool = False
-    truncation: str = "disabled"
-    baton: BatonExtension | UnsetType = UNSET
-
-    @property
-    def message_id(self) -> str:
-        return self.id.replace("resp", "msg", 1)
-
-    def message(self, text: str, status: str = "completed") -> OutputMessage:
-        return OutputMessage(id=self.message_id, status=status, content=(OutputText(text=text),))
-
-    def ended(self, text: str, finish_reason: str, usage: Usage, extension: BatonExtension) -> ResponseObject:
-        """With its whole text: completed, or cut off because there was no room for more."""
-        status = "incomplete" if finish_reason == "length" else "completed"
-        return msgspec.structs.replace(
-            self,
-            status=status,
-            output=(self.message(text, status),),
-            usage=ResponseUsage(
-                input_tokens=usage.prompt_tokens,
-                output_tokens=usage.completion_tokens,
-                total_tokens=usage.total_tokens,
-                input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
-            ),
-            incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
-            baton=extension,
-        )
-
-    def failed(self, error: RequestError) -> ResponseObject:
-        return msgspec.structs.replace(self, status="failed", error=Failed(code=str(error.code), message=error.message))
-
-
-def response_to(request: ResponsesRequest, request_id: str, created: int) -> ResponseObject:
-    """Before anything is answered."""
-    return ResponseObject(
-        id=f"resp_{request_id}",
-        created_at=created,
-        model=request.model,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        user=request.user,
-    )
-
-
-# ------------------------------------------------------------------------------------------------- events
-
-
-class _Event(Struct, frozen=True, kw_only=True):
-    type: str
-    sequence_number: int
-
-
-class ResponseEvent(_Event, frozen=True, kw_only=True):
-    """It is created, in progress, or over."""
-
-    response: ResponseObject
-
-
-class ItemEvent(_Event, frozen=True, kw_only=True):
-    """A message begins or is whole."""
-
-    item: OutputMessage
-    output_index: int = 0
-
-
-class _TextEvent(_Event, frozen=True, kw_only=True):
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-
-
-class PartEvent(_TextEvent, frozen=True, kw_only=True):
-    """The text of a message begins or is whole."""
-
-    part: OutputText
-
-
-class DeltaEvent(_TextEvent, frozen=True, kw_only=True):
-    """More of the text."""
-
-    delta: str
-    logprobs: tuple[()] = ()
-
-
-class TextEvent(_TextEvent, frozen=True, kw_only=True):
-    """All of the text."""
-
-    text: str
-    logprobs: tuple[()] = ()
-
-
-ResponseStreamEvent = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextEvent
-
-
-def response_event(event: ResponseStreamEvent) -> bytes:
-    """As a server-sent event, which has a name here."""
-    return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

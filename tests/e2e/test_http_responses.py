@@ -112,7 +112,7 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
         ({"max_tokens": 3}, "max_tokens", "unknown parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"store": True}, "store", "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "one of 'function'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema", "needs type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema", "x"),
