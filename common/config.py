@@ -168,7 +168,9 @@ class LivenessConfig:
 class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
-    max_inflight_requests: int = 512
+    max_inflight_requests: int = 512  # those that wait here included
+    max_queued_tokens: int = 4 << 20  # of the prompts that wait here
+    dispatch_ahead_requests: int = 16  # that a decode worker is given beyond those it runs; the others wait here
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 << 20
     max_sessions: int = 4096  # open conversations; their KV is bounded by decode_worker.max_sessions
@@ -456,6 +458,8 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("autoscale.dwell_s", config.autoscale.dwell_s),
         ("autoscale.restart_s", config.autoscale.restart_s),
         ("gateway.max_inflight_requests", config.gateway.max_inflight_requests),
+        ("gateway.max_queued_tokens", config.gateway.max_queued_tokens),
+        ("gateway.dispatch_ahead_requests", config.gateway.dispatch_ahead_requests),
         ("gateway.request_timeout_s", config.gateway.request_timeout_s),
         ("gateway.max_body_bytes", config.gateway.max_body_bytes),
         ("gateway.max_sessions", config.gateway.max_sessions),

@@ -15,7 +15,10 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     PROMPT_TOO_LONG = "prompt_too_long"
     MODEL_NOT_FOUND = "model_not_found"
+    UNAUTHENTICATED = "invalid_api_key"  # OpenAI's word, as the next one
+    RATE_LIMITED = "rate_limit_exceeded"
     OVERLOADED = "overloaded"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"  # by the measured speed of the queue
     NO_WORKER = "no_worker"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"

@@ -1,7 +1,8 @@
 """One outcome per request: the brain of a gateway. Pure; the shell (HTTP, detokenizer, sockets) is elsewhere.
 
 Owns: every admitted request until its one outcome, the output tokens received so far, which decode worker has it, and
-the clean-up of placements that were given up. Never: touches text, sockets or clocks; never chooses a KV page.
+the clean-up of placements that were given up. Never: touches text, sockets or clocks; never chooses a KV page, or whose
+turn it is (`admission.py`).
 
 Invariants:
 G1. Every admitted request gets exactly one `RequestEnded`, at the latest at its deadline.
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
-from baton.common.config import GatewayConfig, LivenessConfig, TransferConfig
+from baton.common.config import DecodeConfig, GatewayConfig, LivenessConfig, TransferConfig
 from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode
@@ -52,6 +53,8 @@ from baton.common.messages import (
 )
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.routing_config import RoutingConfig
+from baton.deploy.admission import Admission, Refused
+from baton.deploy.admission_queue import EVERYBODY, Tenant
 from baton.deploy.demand import DemandMeter
 from baton.deploy.routing.router import Placement, Router
 from baton.deploy.session_book import Session, SessionBook
@@ -66,7 +69,7 @@ took us for dead."""
 _LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
 """Refusals that waiting does not help against. A draining worker is replaced: its successor may take the request."""
 
-_WORTH_RETRYING = frozenset({ErrorCode.OVERLOADED, ErrorCode.SESSION_BUSY})
+DEFAULT_DECODE = DecodeConfig()
 
 _DEFAULT_ROUTING = RoutingConfig()
 _RELEASE_GRACE_S = 30.0
@@ -108,7 +111,7 @@ GatewayEffect = SendTo | TokensArrived | RequestEnded
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No decode worker can take it now. Given up at `give_up_s`."""
+    """For its turn, or for a decode worker that can take it. Given up at `give_up_s` if there is none."""
 
     give_up_s: float
 
@@ -138,6 +141,7 @@ class _Request:
     deadline_s: float
     state: State
     priority: int
+    tenant: Tenant
     placement: int = 0
     outputs: list[int] = field(default_factory=list)
     session: Session | None = None
@@ -168,10 +172,10 @@ class GatewayCore:
         thinking_token_id: int = -1,
         routing: RoutingConfig = _DEFAULT_ROUTING,
         page_size: int = 16,
+        decode: DecodeConfig = DEFAULT_DECODE,
     ) -> None:
         """Raises ConfigError when there is no such routing policy."""
         self._thinking_token_id = thinking_token_id
-        self._max_inflight = gateway.max_inflight_requests
         self._max_context_len = max_context_len
         self._resend_s = transfer.resend_after_s
         self._worker_wait_s = 4 * liveness.dead_after_s  # a killed worker is noticed and replaced within this
@@ -183,6 +187,7 @@ class GatewayCore:
         self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
         self._members: dict[WorkerId, Member] = {}
         self.router = Router(routing, page_size, transfer.resend_after_s)
+        self._admission = Admission(gateway, decode.max_running_requests)
         self._sessions = SessionBook(gateway.max_sessions, gateway.session_ttl_s)
         self._demand = DemandMeter()
         self.stale_outputs = 0
@@ -199,26 +204,49 @@ class GatewayCore:
         session_id: SessionId = NO_SESSION,
         owner: str = "",
         priority: int = 0,
+        tenant: Tenant = EVERYBODY,
     ) -> list[GatewayEffect]:
         """Admits a request, or ends it at once with the reason. The seed must be chosen already: it is the state that
-        makes a sampled answer continue identically elsewhere. A turn of a session names it, and who asks."""
+        makes a sampled answer continue identically elsewhere. A turn of a session names it, and who asks; `tenant`:
+        whose share of the cluster it takes."""
         assert request_id not in self._requests, f"{request_id} is used twice"
+        out: list[GatewayEffect] = []
+        priority = max(priority, tenant.top_priority)
         refusal = self._refusal(prompt)
         session = None
         if refusal is None and session_id:
             begun = self._sessions.begin_turn(session_id, owner, request_id)
             refusal, session = (begun, None) if isinstance(begun, Failure) else (None, begun)
         if refusal is not None:
-            retry_after_s = _RETRY_AFTER_S if refusal.code in _WORTH_RETRYING else None
+            retry_after_s = _RETRY_AFTER_S if refusal.code is ErrorCode.SESSION_BUSY else None
             return [RequestEnded(request_id, "", refusal, None, 0, retry_after_s)]
+        refused = self._admission.refusal(tenant, priority, len(prompt), timeout_s, now) or self._make_room(
+            tenant, now, out
+        )
+        if refused is not None:
+            if session is not None:
+                self._sessions.end_turn(session, None, now)
+            return [RequestEnded(request_id, "", refused.failure, None, 0, refused.retry_after_s)]
         state = Waiting(now + self._worker_wait_s)
-        request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, session=session)
+        request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, tenant, session=session)
         self._requests[request_id] = request
         self._deadlines.set(request_id, request.deadline_s)
+        self._timers.set(request_id, state.give_up_s)
         self._demand.asked(len(prompt))
-        out: list[GatewayEffect] = []
-        self._place(request, now, out)
+        self._admission.enter(request_id, tenant, priority, len(prompt), now)
+        self._let_in(now, out)
         return out
+
+    def _make_room(self, tenant: Tenant, now: float, out: list[GatewayEffect]) -> Refused | None:
+        """Where all places are taken, somebody who waits gives way to one whose key has fewer there; or nobody does."""
+        found = self._admission.gives_way(tenant, len(self._requests))
+        if found is None or isinstance(found, Refused):
+            return found
+        victim = self._requests[found]
+        said = self._admission.full(victim.tenant)
+        ended = RequestEnded(found, "", said.failure, None, victim.placement, said.retry_after_s)
+        self._end(victim, ended, now, out)
+        return None
 
     def cancel(self, request_id: RequestId, now: float) -> list[GatewayEffect]:
         """The client is gone or does not want it any more. Ends it at once; fine when it has ended already."""
@@ -226,6 +254,7 @@ class GatewayCore:
         out: list[GatewayEffect] = []
         if request is not None:
             self._fail(request, Failure(code=ErrorCode.CANCELLED, reason="cancelled by the client"), now, out)
+            self._let_in(now, out)
         elif (finished := self._finished.pop(request_id, None)) is not None:
             out.append(finished)
         return out
@@ -245,6 +274,7 @@ class GatewayCore:
                 out.append(ended)
             else:
                 self._finished[request_id] = ended
+            self._let_in(now, out)
         return out
 
     # ------------------------------------------------------------------------------------------ sessions
@@ -274,10 +304,12 @@ class GatewayCore:
         out: list[GatewayEffect] = []
         if isinstance(event, MembershipView):
             self._on_view(event, now, out)
+            self._let_in(now, out)
             return out
         match event.body:
             case Heartbeat(load=load):
                 out += self.router.heard(event.sender, load, now)
+                self._admission.heard(event.sender, load, now)
             case KvEvents() | KvSnapshot():
                 self.router.on_kv(event.sender, event.body, now)
             case Submitted():
@@ -286,6 +318,7 @@ class GatewayCore:
                 self._on_output(event.sender, event.body, now, out)
             case _:
                 self.stale_outputs += 1  # not for a gateway: counted, never acted on
+        self._let_in(now, out)
         return out
 
     def on_timer(self, now: float) -> list[GatewayEffect]:
@@ -304,6 +337,7 @@ class GatewayCore:
             self._on_release_timer(key, now, out)
         for session in self._sessions.pop_expired(now):
             self._close_slot(session, session.worker, out)
+        self._let_in(now, out)
         return out
 
     def next_deadline(self) -> float | None:
@@ -338,9 +372,15 @@ class GatewayCore:
         if len(prompt) >= self._max_context_len:
             reason = f"the prompt has {len(prompt)} tokens; the model takes at most {self._max_context_len - 1}"
             return Failure(code=ErrorCode.PROMPT_TOO_LONG, reason=reason)
-        if len(self._requests) >= self._max_inflight:
-            return Failure(code=ErrorCode.OVERLOADED, reason=f"{self._max_inflight} requests are in flight already")
         return None
+
+    def _let_in(self, now: float, out: list[GatewayEffect]) -> None:
+        """Whose turn it is, as long as there are seats."""
+        while (request_id := self._admission.next_in(len(self._requests), now)) is not None:
+            request = self._requests[request_id]
+            request.state = Waiting(now + self._worker_wait_s)
+            self._place(request, now, out)
+        self._admission.rest(now)
 
     def _place(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         """Sends a waiting request to the best decode worker, if there is one."""
@@ -418,6 +458,7 @@ class GatewayCore:
         self._members = {member.stamp.worker: member for member in view.members}
         alive = {member.stamp for member in view.members}
         self.router.on_view(view)
+        self._admission.on_view(view, now)
         for key in [key for key, release in self._releases.items() if release.worker not in alive]:
             self._forget_release(key, None, out)
         for request in list(self._requests.values()):
@@ -429,7 +470,8 @@ class GatewayCore:
                         self._release_current(request, now, out)
                         self._replace(request, now, out)
                 case Waiting():
-                    self._place(request, now, out)
+                    if request.request_id not in self._admission:
+                        self._place(request, now, out)
                 case _:
                     assert_never(request.state)
 
@@ -460,6 +502,7 @@ class GatewayCore:
             self._prompt_over(request)
             request.outputs.extend(tokens)
             self._demand.said += len(tokens)
+            self._admission.said(request.tenant, len(tokens), now)
             logprobs = message.logprobs[known - message.first_index :]
             scores = message.prompt_logprobs if known == 0 else None
             out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs, scores))
@@ -496,7 +539,15 @@ class GatewayCore:
 
     def _on_request_timer(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
         match request.state:
-            case Waiting():
+            case Waiting(give_up_s):
+                if request.request_id in self._admission:
+                    since_s = self._admission.nobody_since_s
+                    give_up_s = (
+                        now + self._worker_wait_s if since_s is None else max(give_up_s, since_s + self._worker_wait_s)
+                    )
+                if now < give_up_s:
+                    self._timers.set(request.request_id, give_up_s)  # there is somebody, or was until lately
+                    return
                 failure = Failure(code=ErrorCode.NO_WORKER, reason="no decode worker is there to take the request")
                 self._fail(request, failure, now, out)
             case Placing(worker):
@@ -572,6 +623,7 @@ class GatewayCore:
 
     def _forget(self, request: _Request, now: float, out: list[GatewayEffect], answered_by: Stamp | None) -> None:
         del self._requests[request.request_id]
+        self._admission.left(request.request_id)
         session = request.session
         if session is not None:
             old = self._sessions.end_turn(session, answered_by, now)

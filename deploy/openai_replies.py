@@ -6,6 +6,7 @@ Owns: the response shapes, the extension `baton` that says where an answer's tim
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +19,10 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.MODEL_NOT_FOUND: 404,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.RATE_LIMITED: 429,
     ErrorCode.OVERLOADED: 429,
+    ErrorCode.DEADLINE_UNREACHABLE: 429,
     ErrorCode.NO_WORKER: 503,
     ErrorCode.DRAINING: 503,
     ErrorCode.DEADLINE_EXCEEDED: 504,
@@ -242,6 +246,7 @@ def http_error(error: RequestError) -> HttpError:
     status = HTTP_STATUS[error.code]
     kind = {
         400: "invalid_request_error",
+        401: "invalid_request_error",
         404: "not_found_error",
         409: "conflict_error",
         410: "gone_error",
@@ -255,9 +260,9 @@ def http_error(error: RequestError) -> HttpError:
         param=error.field or PARAM.get(error.code),
         code=str(error.code),
     )
-    headers = {}
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return HttpError(status, headers, ErrorReply(error=detail))
 
 

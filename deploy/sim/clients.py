@@ -19,6 +19,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp
 from baton.common.messages import SamplingParams, Submit, TokenLogprob, unpack_tokens
 from baton.common.units import pages_for_tokens
+from baton.deploy.admission_queue import EVERYBODY, Tenant
 from baton.deploy.gateway_core import RequestEnded, TokensArrived
 from baton.deploy.sim.settings import WorldSettings
 
@@ -41,6 +42,7 @@ class ClientRequest:
     session_id: SessionId = NO_SESSION
     begins_session: bool = False
     priority: int = 0
+    tenant: Tenant = EVERYBODY
     then: Callable[[ClientRequest], None] | None = None  # called with its outcome
     gateway: GatewayProcess | None = None
     cancelled: bool = False
@@ -79,11 +81,7 @@ class Clients:
             request.stopped = True
             gateway = request.gateway
             assert gateway is not None
-            gateway.after(
-                0.0,
-                lambda: gateway.carry_out(gateway.core.finish(request.request_id, gateway.now)),
-                "stop string",
-            )
+            gateway.after(0.0, gateway.finish, "stop string", request.request_id)
 
     def placed(self, gateway: Stamp, epoch: int, message: Submit) -> None:
         """A gateway submits it to a process: each placement to one, with all that its client has by then."""
@@ -182,7 +180,7 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
             return faulty and request.session_id != NO_SESSION and not request.begins_session
         case ErrorCode.SESSION_LOST.value:
             return settings.decode_config.lost_session == "fail" and request.session_id != NO_SESSION
-        case ErrorCode.DEADLINE_EXCEEDED.value:
+        case ErrorCode.DEADLINE_EXCEEDED.value | ErrorCode.DEADLINE_UNREACHABLE.value:
             return settings.request_timeout_s < AMPLE_S
         case _:
             return request.outcome == CONNECTION_LOST and faulty

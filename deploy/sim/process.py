@@ -7,6 +7,7 @@ sockets and threads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
@@ -39,6 +40,7 @@ from baton.deploy.controller_seats import (
 )
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
 from baton.deploy.sim.schedule import Event
+from baton.deploy.sim.watch_admission import AdmissionWatch
 from baton.deploy.sim.watch_members import GatewayWatch
 from baton.transfer.membership import NO_CHANGE, Changes, Roster
 
@@ -235,16 +237,20 @@ class GatewayProcess(MemberProcess):
     """A gateway and its clients."""
 
     def __init__(self, world: World, stamp: Stamp, role: str) -> None:
-        settings = world.settings
+        settings, config = world.settings, world.gateway_config
+        rows = min(settings.rows, settings.decode_config.max_running_requests)
         self.core = GatewayCore(
-            world.gateway_config,
+            config,
             settings.transfer,
             settings.liveness,
             settings.max_context_len,
             settings.thinking_token_id,
             settings.routing,
             settings.page_size,
+            dataclasses.replace(settings.decode_config, max_running_requests=rows),
         )
+        name, ahead = str(stamp.worker), config.dispatch_ahead_requests
+        self.admission = AdmissionWatch(name, rows, ahead, config.max_inflight_requests)
         self._watch = GatewayWatch(str(stamp.worker), settings.transfer.resend_after_s, world.is_prompt)
         self._timer: Wakeup | None = None
         super().__init__(world, stamp, role)
@@ -258,10 +264,13 @@ class GatewayProcess(MemberProcess):
         effects = self.core.handle(event, now)
         if isinstance(event, MembershipView):
             self._watch.view.told(event)
+            self.admission.view(event)
         else:
             self._watch.hears(event, now)
             if isinstance(event.body, KvEvents | KvSnapshot):
                 self.world.caches.look(event.sender, self.core.router.index)
+            elif isinstance(event.body, Heartbeat):
+                self.admission.heard(event.sender, event.body.load)
         if effects or not (
             isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)
         ):  # which makes nothing due
@@ -272,6 +281,7 @@ class GatewayProcess(MemberProcess):
 
     def carry_out(self, effects: Sequence[GatewayEffect], *, on_timer: bool = False) -> None:
         self._watch.says(effects, self.now, on_timer=on_timer)
+        self.admission.says(effects)
         for effect in effects:
             if isinstance(effect, TokensArrived):
                 self.world.clients.tokens(effect)
@@ -287,6 +297,11 @@ class GatewayProcess(MemberProcess):
     def kill(self) -> None:
         super().kill()
         self.world.clients.gateway_died(self)
+
+    def finish(self, request_id: RequestId) -> None:
+        """The text so far has a stop string in it."""
+        self.admission.finished(request_id)
+        self.carry_out(self.core.finish(request_id, self.now))
 
     def cancel(self, request_id: RequestId) -> None:
         self.run(lambda: self.carry_out(self.core.cancel(request_id, self.now)), f"cancel {request_id}")

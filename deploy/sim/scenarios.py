@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from baton.deploy.sim import scenarios_flips as flips
 from baton.deploy.sim import scenarios_kept as kept
+from baton.deploy.sim import scenarios_keys as keys
 from baton.deploy.sim import scenarios_liveness as liveness
 from baton.deploy.sim import scenarios_memory as memory
 from baton.deploy.sim import scenarios_output as output
@@ -47,6 +48,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         *peers.SCENARIOS,
         *output.SCENARIOS,
         *flips.SCENARIOS,
+        *keys.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,
         resume.session_that_was_edited,

@@ -34,6 +34,8 @@ STEADY_SHARE = 0.15
 """Of worlds in which every process lives, and only links and clients are bad."""
 FLIP_SHARE = 0.35
 """Of the other worlds, those in which workers change their role."""
+KEYS_SHARE = 0.25
+"""Of all worlds, those whose gateways have a queue."""
 AFTERMATH_S = 70.0
 """Longer than a request may take, and than a last message is repeated."""
 LAYOUTS = ((True, False, False),) * 3 + (
@@ -112,6 +114,8 @@ class WorldSettings:
     routing: RoutingConfig = field(default_factory=lambda: RoutingConfig(policy="rendezvous"))
     max_live_sources: int = 1024  # of each worker: an offer beyond is refused
     max_inflight_requests: int = 256  # of each gateway
+    dispatch_ahead: int = 16  # of each gateway, for each decode worker
+    weights: tuple[float, ...] = (1.0,)  # of the API keys that ask
     fault_s: float = 4.0
     aftermath_s: float = 0.0  # how long it goes on when all is at rest: late timers must find nothing to do
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
@@ -222,6 +226,7 @@ def random_settings(seed: int) -> WorldSettings:
     hangs = Random(seed ^ 0x57A11)
     settings = dataclasses.replace(settings, lane_hangs=hangs.choice((0, 0, 1, 3)) * (not calm and not steady))
     settings = dataclasses.replace(settings, routing=_routing(Random(seed ^ 0x20D7E)))
+    settings = _with_keys(settings, Random(seed ^ 0x4E15))
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 
@@ -230,6 +235,14 @@ def _routing(rng: Random) -> RoutingConfig:
     if rng.random() < 0.5:
         return RoutingConfig(policy="prefix_aware", max_indexed_pages=rng.choice((1 << 20,) * 4 + (10,)))
     return RoutingConfig(policy=rng.choice(("rendezvous",) * 5 + POLICY_NAMES))
+
+
+def _with_keys(settings: WorldSettings, rng: Random) -> WorldSettings:
+    """In every fourth world the gateways keep most of what comes at once, of several keys."""
+    ahead, weights = rng.choice((1, 1, 2)), rng.choice(((1.0,), (1.0, 1.0), (1.0, 3.0), (1.0, 2.0, 8.0)))
+    if rng.random() >= KEYS_SHARE:
+        return settings
+    return dataclasses.replace(settings, dispatch_ahead=ahead, weights=weights)
 
 
 def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from baton.common.ids import NO_SESSION, RequestId, SessionId
 from baton.common.messages import SamplingParams
+from baton.deploy.admission_queue import Tenant
 from baton.deploy.sim.clients import ClientRequest
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> li
     settings, rng = world.settings, world.rng
     families = [[rng.randrange(VOCABULARY) for _ in range(settings.max_prompt)] for _ in range(2)]
     names: list[str] = []
-    again = Random(world.seed ^ 0xA6A1)
+    again, keys = Random(world.seed ^ 0xA6A1), Random(world.seed ^ 0x4E7)
+    tenants = [Tenant(name=f"key{number}", weight=weight) for number, weight in enumerate(settings.weights)]
     asked: list[tuple[npt.NDArray[np.int32], float]] = []
     for number in range(settings.requests):
         request = random_request(number, rng, settings, families)
+        request.tenant = keys.choice(tenants)
         gateway, at_s = rng.randrange(settings.gateways), first_s + rng.random() * settings.arrival_s
         if asked and again.random() < settings.repeats:
             request.prompt, before_s = again.choice(asked)

@@ -87,7 +87,9 @@ class World:
         self.clients = Clients()
         self.tier_store = SharedStore(settings.tier_pages)  # survives every worker
         self.stored_pages = StoredPages(page_keys_of(settings))
-        self.gateway_config = GatewayConfig(max_inflight_requests=settings.max_inflight_requests)
+        self.gateway_config = GatewayConfig(
+            max_inflight_requests=settings.max_inflight_requests, dispatch_ahead_requests=settings.dispatch_ahead
+        )
         self.faulty = settings.links.loss > 0
         self._prompt = is_prompt(settings)
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
@@ -342,6 +344,7 @@ class World:
 
     def _submit_to(self, process: GatewayProcess, request: ClientRequest) -> None:
         core, now, session_id = process.core, process.now, request.session_id
+        process.admission.asked(request)
         if request.begins_session:
             refused = core.open_session(session_id, OWNER, now)
             assert refused is None, refused
@@ -354,6 +357,7 @@ class World:
             session_id,
             OWNER if session_id else "",
             request.priority,
+            request.tenant,
         )
         if session_id and not any(isinstance(one, RequestEnded) for one in effects):
             twice = RequestId(f"{request.request_id}, again")

@@ -36,6 +36,8 @@ from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
+from baton.deploy.admission import Admission as GatewayAdmission
+from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
@@ -705,6 +707,70 @@ def unlist_before_the_proof(patch):
     patch.setattr(ControllerCore, "membership", mutated)
 
 
+def let_in_whoever_came_first(patch):
+    """One queue for all keys: who asks for much at once is served before those who come after."""
+
+    def pop(self):
+        waiting = [(entry.number, share) for share, entry in self._waiting.values()]
+        _, share = min(waiting, key=lambda one: one[0])
+        entry = min(share.waiting, key=lambda one: one.number)
+        self.leave(entry.request_id)
+        return entry.request_id, entry.tokens
+
+    patch.setattr(FairQueue, "pop", pop)
+
+
+def forget_the_weights(patch):
+    """Every key has the same share."""
+    join = FairQueue.join
+
+    def mutated(self, request_id, tenant, priority, tokens):
+        join(self, request_id, dataclasses.replace(tenant, weight=1.0), priority, tokens)
+
+    patch.setattr(FairQueue, "join", mutated)
+
+
+def save_up_for_later(patch):
+    """A key that has asked for nothing has all of it to come."""
+    join = FairQueue.join
+
+    def mutated(self, request_id, tenant, priority, tokens):
+        before = self._shares[tenant.name].counter if tenant.name in self._shares else 0.0
+        join(self, request_id, tenant, priority, tokens)
+        self._shares[tenant.name].counter = before
+
+    patch.setattr(FairQueue, "join", mutated)
+
+
+def take_answers_for_nothing(patch):
+    """Only prompts count."""
+    patch.setattr(FairQueue, "said", lambda self, tenant, tokens: None)
+
+
+def leave_seats_free(patch):
+    """Who waits is looked at only when somebody new comes."""
+    handle, let_in = GatewayCore.handle, GatewayCore._let_in
+
+    def mutated(self, event, now):
+        patch.setattr(GatewayCore, "_let_in", lambda self, now, out: None)
+        try:
+            return handle(self, event, now)
+        finally:
+            patch.setattr(GatewayCore, "_let_in", let_in)
+
+    patch.setattr(GatewayCore, "handle", mutated)
+
+
+def keep_nobody_waiting(patch):
+    """Everything goes to the workers at once, and waits there, where keys are not known."""
+    patch.setattr(GatewayAdmission, "_seats_of", lambda self, load: 1 << 20)
+
+
+def refuse_whoever_comes_last(patch):
+    """Who finds all places taken has none, whoever has taken them."""
+    patch.setattr(FairQueue, "last_of_longest", lambda self, than: None)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -765,6 +831,13 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     go_back_to_an_older_view,
     overlook_a_death_behind_a_successor,
     unlist_before_the_proof,
+    let_in_whoever_came_first,
+    forget_the_weights,
+    save_up_for_later,
+    take_answers_for_nothing,
+    leave_seats_free,
+    keep_nobody_waiting,
+    refuse_whoever_comes_last,
 ]
 
 

@@ -1,0 +1,175 @@
+"""Who is let in at a gateway, and who is not, compared with what must be: an oracle of the simulator.
+
+Owns: an account of its own of who waits, who has been given to workers, and what each key has had, made from what goes
+into a gateway and what comes out. Never: asks the code that it judges.
+
+- F1  Nobody waits while a seat is free; nobody is let in without one.
+- F2  In a key, the most urgent is first, and of those the first.
+- F3  While two keys wait all the time, neither gets ahead of the other, for its weight, by more than twice what one
+      prompt and the answers under way can be.
+- F4  The gateway holds as many as it may. Who has no place has more there than others, for his weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+from baton.common.engine.core_api import MembershipView, SendTo
+from baton.common.errors import ErrorCode
+from baton.common.ids import RequestId, Stamp
+from baton.common.messages import Load, Submit
+from baton.deploy.admission_queue import ANSWER_TOKEN_WORK, Tenant
+from baton.deploy.gateway_core import RequestEnded, TokensArrived
+from baton.deploy.sim.clients import ClientRequest
+
+ROUNDING = 1e-6
+
+
+@dataclass(slots=True, eq=False)
+class _Key:
+    """What one has had, and has there."""
+
+    tenant: Tenant
+    work: float = 0.0
+    waiting: int = 0
+    answers: int = 0  # that those who were let in may still be given, at most
+
+    @property
+    def served(self) -> float:
+        return self.work / self.tenant.weight
+
+    @property
+    def length(self) -> float:
+        return self.waiting / self.tenant.weight
+
+
+@dataclass(slots=True)
+class _Race:
+    """Two keys that have been waiting all the time: how far the one was ahead, least and most."""
+
+    least: float
+    most: float
+    bound: float
+
+
+class AdmissionWatch:
+    """Of one gateway."""
+
+    def __init__(self, name: str, rows: int, ahead: int, max_requests: int) -> None:
+        self._name = name
+        self._rows = rows
+        self._ahead = ahead
+        self._max_requests = max_requests
+        self._loads: dict[Stamp, Load] = {}
+        self._silent: set[Stamp] = set()
+        self._waiting: dict[RequestId, ClientRequest] = {}  # in the order of their arrival
+        self._inside: dict[RequestId, ClientRequest] = {}
+        self._keys: dict[str, _Key] = {}
+        self._races: dict[tuple[str, str], _Race] = {}
+        self._longest_prompt = 0
+
+    # ------------------------------------------------------------------------------------- what goes in
+
+    def view(self, view: MembershipView) -> None:
+        decode = [member for member in view.members if member.role == "decode"]
+        self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
+        self._silent = {member.stamp for member in decode if member.stamp.worker in view.silent}
+
+    def heard(self, stamp: Stamp, load: Load) -> None:
+        if stamp in self._loads:
+            self._loads[stamp] = load
+
+    def asked(self, request: ClientRequest) -> None:
+        """Before what comes of it."""
+        key = self._keys.setdefault(request.tenant.name, _Key(request.tenant))
+        key.waiting += 1
+        self._waiting[request.request_id] = request
+        self._longest_prompt = max(self._longest_prompt, len(request.prompt))
+
+    def finished(self, request_id: RequestId) -> None:
+        """It takes no seat any more, though its end may be told later."""
+        request = self._inside.pop(request_id, None)
+        if request is not None:
+            self._keys[request.tenant.name].answers -= request.sampling.max_tokens
+
+    # ------------------------------------------------------------------------------------ what comes out
+
+    def says(self, effects: Iterable[object]) -> None:
+        """All that came of one event."""
+        before = len(self._inside)
+        for effect in effects:
+            match effect:
+                case SendTo(body=Submit(request_id=request_id)) if request_id in self._waiting:
+                    self._let_in(self._waiting[request_id])
+                case TokensArrived(request_id=request_id, tokens=tokens):
+                    self._said(self._inside[request_id], len(tokens))
+                case RequestEnded(request_id=request_id):
+                    self._ended(effect)
+                case _:
+                    pass
+        self._look(before)
+        self._race()
+
+    def _let_in(self, request: ClientRequest) -> None:
+        key = self._keys[request.tenant.name]
+        own = [one for one in self._waiting.values() if one.tenant.name == request.tenant.name]
+        first = min(own, key=lambda one: one.priority)  # of equals the first that came
+        assert first is request, f"{self._name} lets {request.request_id} in before {first.request_id} (F2)"
+        del self._waiting[request.request_id]
+        self._inside[request.request_id] = request
+        key.waiting -= 1
+        key.work += len(request.prompt)
+        key.answers += request.sampling.max_tokens
+
+    def _said(self, request: ClientRequest, tokens: int) -> None:
+        self._keys[request.tenant.name].work += ANSWER_TOKEN_WORK * tokens
+
+    def _ended(self, effect: RequestEnded) -> None:
+        inside = self._inside.pop(effect.request_id, None)
+        if inside is not None:
+            self._keys[inside.tenant.name].answers -= inside.sampling.max_tokens
+            return
+        request = self._waiting.pop(effect.request_id, None)
+        if request is None:
+            return  # a turn of a session that had one under way
+        key = self._keys[request.tenant.name]
+        key.waiting -= 1
+        if effect.failure is not None and effect.failure.code is ErrorCode.OVERLOADED:
+            held = len(self._waiting) + len(self._inside)
+            assert held >= self._max_requests - 1, f"{self._name} is full with {held} of {self._max_requests} (F4)"
+            most = max((one.length for one in self._keys.values() if one is not key), default=0.0)
+            own = (key.waiting + 1) / key.tenant.weight
+            assert own >= most - ROUNDING, f"{effect.request_id} has no place, though its key has less (F4)"
+
+    def _look(self, before: int) -> None:
+        seats, inside = self._seats(), len(self._inside)
+        idle = f"{self._name}: {len(self._waiting)} wait, and {inside} of {seats} seats are taken (F1)"
+        assert not self._waiting or inside >= seats, idle
+        assert inside <= max(before, seats), f"{self._name} lets in more than there are seats: {inside} of {seats} (F1)"
+        held = inside + len(self._waiting)
+        assert held <= self._max_requests, f"{self._name} holds {held} of {self._max_requests} (F4)"
+
+    def _seats(self) -> int:
+        seats = 0
+        for stamp, load in self._loads.items():
+            if stamp not in self._silent and not load.draining:
+                seats += self._ahead + (min(load.running, self._rows) if load.queued else self._rows)
+        return seats
+
+    def _race(self) -> None:
+        """F3"""
+        for (name, one), (other_name, other) in combinations(self._keys.items(), 2):
+            if not one.waiting or not other.waiting:
+                self._races.pop((name, other_name), None)
+                continue
+            ahead, bound = one.served - other.served, max(self._bound(one), self._bound(other))
+            race = self._races.setdefault((name, other_name), _Race(ahead, ahead, bound))
+            race.least, race.most = min(race.least, ahead), max(race.most, ahead)
+            race.bound = max(race.bound, bound)
+            apart = race.most - race.least
+            assert apart <= 2 * race.bound + ROUNDING, f"{name} and {other_name} are {apart:.0f} apart (F3)"
+
+    def _bound(self, key: _Key) -> float:
+        return (self._longest_prompt + ANSWER_TOKEN_WORK * key.answers) / key.tenant.weight
