@@ -85,6 +85,7 @@ class GatewayProcess:
                 model.thinking_token_id,
                 config.routing,
                 config.kv.page_size,
+                config.decode_worker,
             ),
             model,
             io.post,
