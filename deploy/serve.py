@@ -85,7 +85,7 @@ def serve(layers: Sequence[Layer], ray_address: str | None, console: Console) ->
     config = decide(layers, console)
     with running_cluster(config, console, ray_address) as handle:
         _show_how_to_ask(handle, console)
-        with _told_to_stop() as stop:
+        with told_to_stop() as stop:
             _watch(handle, stop, console)
         console.print(f"[dim]finishing what runs, at most {DRAIN_S:.0f} s (Ctrl-C: do not wait)[/]")
         handle.drain(DRAIN_S)
@@ -115,7 +115,7 @@ def _watch(handle: ClusterHandle, stop: threading.Event, console: Console) -> No
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
+def told_to_stop() -> Iterator[threading.Event]:
     """Set by the first SIGINT or SIGTERM; the second one interrupts as usual."""
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)

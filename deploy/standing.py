@@ -11,13 +11,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import shlex
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
+import httpx
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from baton.common import env
+from baton.common.clock import MonotonicClock
 from baton.common.config import POSTGRES, ClusterConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER
@@ -26,6 +30,9 @@ from baton.common.resolve import Layer, flat
 from baton.deploy.launch import CLASS_PATHS, ClusterHandle, LaunchError, attach, join_ray, launch
 from baton.deploy.ray_side import find_process, kill_actors
 
+KEEP_INTERVAL_S = 5.0
+PATIENCE_S = 60.0
+"""A gateway's successor is there sooner, and the controller needs no help with it."""
 JOBS_API = ("http://", "https://")
 
 
@@ -75,6 +82,30 @@ def find_cluster(cluster: str, ray_address: str) -> ClusterHandle | None:
     if not ray.is_initialized():
         join_ray(ray_address, cluster)
     return attach(cluster, ray_address) if find_process(cluster, CONTROLLER) is not None else None
+
+
+def keep(deploy: Callable[[], None], url: str, stop: threading.Event, say: Callable[[str], None]) -> None:
+    """Deploys, and again when nobody has answered at this gateway for `PATIENCE_S`, until told to stop: what a Ray
+    whose head began anew has lost is put back."""
+    clock = MonotonicClock()
+    heard_s = -math.inf
+    while not stop.is_set():
+        if clock.now() - heard_s >= PATIENCE_S:
+            try:
+                deploy()
+                heard_s = clock.now()
+            except LaunchError as error:
+                say(f"{error}; trying again in {KEEP_INTERVAL_S:g} s")
+        stop.wait(KEEP_INTERVAL_S)
+        if _answers(url):
+            heard_s = clock.now()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/live", timeout=KEEP_INTERVAL_S).is_success
+    except httpx.HTTPError:
+        return False
 
 
 def gateway_url(handle: ClusterHandle) -> str:

@@ -66,20 +66,32 @@ def deploy(
     replace: Annotated[bool, typer.Option("--replace", help="End one that runs with other settings.")] = False,
     drain_s: DrainS = 30.0,
     timeout_s: Annotated[float, typer.Option(help="Until all of it serves.")] = 900.0,
+    keep: Annotated[
+        str | None, typer.Option(metavar="URL", help="Stay, and do it again when this gateway is silent for a minute.")
+    ] = None,
 ) -> None:
     """Bring a cluster up on a Ray that runs, and leave it there. Does nothing where it is there already."""
     from baton.deploy import standing
-    from baton.deploy.serve import Progress, decide
+    from baton.deploy.serve import Progress, decide, told_to_stop
 
     layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
-    if standing.is_jobs_api(address):
-        options = [f"--drain-s={drain_s}", f"--timeout-s={timeout_s}", *(["--replace"] if replace else [])]
-        standing.submit(address, standing.deploy_command(layers, options), typer.echo)
+
+    def stand_up() -> None:
+        if standing.is_jobs_api(address):
+            options = [f"--drain-s={drain_s}", f"--timeout-s={timeout_s}", *(["--replace"] if replace else [])]
+            standing.submit(address, standing.deploy_command(layers, options), typer.echo)
+            return
+        wanted, say = decide(layers, err), Progress(err)
+        handle = standing.stand_up(
+            wanted, address, replace=replace, drain_s=drain_s, timeout_s=timeout_s, on_progress=say
+        )
+        typer.echo(standing.gateway_url(handle))
+
+    if keep is None:
+        stand_up()
         return
-    handle = standing.stand_up(
-        decide(layers, err), address, replace=replace, drain_s=drain_s, timeout_s=timeout_s, on_progress=Progress(err)
-    )
-    typer.echo(standing.gateway_url(handle))
+    with told_to_stop() as stop:
+        standing.keep(stand_up, keep, stop, err.print)
 
 
 def down(cluster: Cluster = "baton", address: RayOrJobs = "auto", drain_s: DrainS = 30.0) -> None:

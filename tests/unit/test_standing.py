@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +16,7 @@ from baton.common.errors import ConfigError
 from baton.common.resolve import Layer, assignments_layer, merge
 from baton.deploy import standing
 from baton.deploy.cli import FAILED, OK, run_command
+from baton.deploy.launch import LaunchError
 from baton.deploy.ray_side import Place, place_of
 
 
@@ -99,3 +101,37 @@ def test_a_place_that_cannot_be(config: ClusterConfig, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         validate(config)
     assert raised.value.field == field
+
+
+def test_what_nobody_answers_for_is_deployed_again_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tries that fail, one that works; it answers, falls silent, and is deployed once more."""
+    monkeypatch.setattr(standing, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(standing, "KEEP_INTERVAL_S", 0.0)
+    stop, said, tries = threading.Event(), list[str](), list[int]()
+
+    def deploy() -> None:
+        tries.append(len(tries))
+        if len(tries) <= 2:
+            raise LaunchError("no Ray cluster there")
+        if len(tries) == 4:
+            stop.set()
+
+    standing.keep(deploy, "http://127.0.0.1:9", stop, said.append)
+    assert len(tries) == 4
+    assert said == ["no Ray cluster there; trying again in 0 s"] * 2
+
+
+def test_what_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, looks = threading.Event(), list[str]()
+
+    def answers(url: str) -> bool:
+        looks.append(url)
+        if len(looks) == 3:
+            stop.set()
+        return True
+
+    monkeypatch.setattr(standing, "KEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr(standing, "_answers", answers)
+    deployed = list[int]()
+    standing.keep(lambda: deployed.append(1), "http://gateway:8000", stop, lambda line: None)
+    assert (looks, deployed) == (["http://gateway:8000"] * 3, [1])
