@@ -33,7 +33,7 @@ from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
 from baton.deploy.autoscale import Policy
 from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
-from baton.deploy.controller_seats import SeatSpec
+from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.listener import open_listener
 from baton.deploy.planner.command import read_cost
 from baton.deploy.planner.outcome import Slo
@@ -67,6 +67,10 @@ CONNECT_TIMEOUT_S = 5.0
 DRAIN_ORDER = ("gateway", "decode", "prefill")
 DRAIN_ANSWER_S = 3.0
 """For the answer of a process that waited as long as it was told to."""
+
+
+Missing = Callable[[ControllerStatus], list[SeatStatus]]
+"""The seats that are still waited for."""
 
 
 class LaunchError(BatonError):
@@ -218,6 +222,17 @@ def _ask(controller: ActorHandle, method: str, timeout_s: float, *arguments: obj
             raise LaunchError(f"the controller cannot be asked: {_first_line(error)}") from error
 
 
+def everybody(status: ControllerStatus) -> list[SeatStatus]:
+    """`Missing`, where every seat must be filled."""
+    return [seat for seat in status.seats if seat.state != "live"]
+
+
+def one_of_each_role(status: ControllerStatus) -> list[SeatStatus]:
+    """`Missing`, where it is enough that requests can be answered: others may be waiting for a node."""
+    there = {seat.role for seat in status.seats if seat.state == "live"}
+    return [seat for seat in status.seats if seat.role not in there]
+
+
 def launch(
     config: ClusterConfig,
     *,
@@ -225,8 +240,9 @@ def launch(
     on_progress: Progress = silent,
     ray_temp_dir: str | None = None,
     class_paths: Mapping[str, str] = CLASS_PATHS,
+    missing: Missing = everybody,
 ) -> ClusterHandle:
-    """Starts a cluster and returns when it serves. `ray_address` None: a Ray of its own on this machine, unless this
+    """Starts a cluster and returns when it is there. `ray_address` None: a Ray of its own on this machine, unless this
     process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
     config = _checked(config)
     policy = _policy(config)
@@ -254,7 +270,7 @@ def launch(
         )
         handle = ClusterHandle(plan, controller, owns_ray)
         on_progress("starting the controller")
-        _wait_first_ready(handle, on_progress)
+        wait_for(handle, missing, on_progress)
     except BaseException:
         if handle is not None:
             with contextlib.suppress(LaunchError):
@@ -386,21 +402,23 @@ def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
     return [(available[index % len(available)],) for index in range(workers)]
 
 
-def _wait_first_ready(handle: ClusterHandle, on_progress: Progress) -> None:
-    """Shows what each process says of its loading. The first one that fails fails the launch."""
+def wait_for(handle: ClusterHandle, missing: Missing, on_progress: Progress) -> None:
+    """Until nobody is missing. Shows what each process says of its loading. Raises LaunchError with the reason of the
+    first one among them that fails."""
     shown: dict[WorkerId, int] = {}
     status = handle.status(timeout_s=60.0)
     seen_states: dict[WorkerId, str] = {}
     while True:
         for seat in status.seats:
-            if seat.restarts:
-                raise LaunchError(f"{seat.worker} could not start: {seat.detail}")
             if seen_states.get(seat.worker) != seat.state:
                 seen_states[seat.worker] = seat.state
                 on_progress(f"{seat.worker}: {'ready' if seat.state == 'live' else seat.state}")
             if seat.state == "starting":
                 _show_progress(handle, seat.worker, seat.incarnation, shown, on_progress)
-        if status.ready:
+        for seat in missing(status):
+            if seat.restarts:
+                raise LaunchError(f"{seat.worker} could not start: {seat.detail}")
+        if status.seats and not missing(status):  # a controller that has only begun knows of none yet
             return
         status = handle.wait_change(status, PROGRESS_INTERVAL_S)
 

@@ -27,7 +27,16 @@ from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER
 from baton.common.model.cache import Progress, silent
 from baton.common.resolve import Layer, flat
-from baton.deploy.launch import CLASS_PATHS, ClusterHandle, LaunchError, attach, join_ray, launch
+from baton.deploy.launch import (
+    CLASS_PATHS,
+    ClusterHandle,
+    LaunchError,
+    attach,
+    join_ray,
+    launch,
+    one_of_each_role,
+    wait_for,
+)
 from baton.deploy.ray_side import find_process, kill_actors
 
 KEEP_INTERVAL_S = 5.0
@@ -42,18 +51,18 @@ def stand_up(
     *,
     replace: bool = False,
     drain_s: float = 0.0,
-    timeout_s: float,
     on_progress: Progress = silent,
     class_paths: Mapping[str, str] = CLASS_PATHS,
 ) -> ClusterHandle:
-    """The cluster of this name, as configured and ready. One that runs with other settings is an error that names
-    them; with `replace` it finishes what it has within `drain_s`, and makes room. Raises ConfigError, LaunchError."""
+    """The cluster of this name, as configured, with a live process of each role. One that runs with other settings is
+    an error that names them; with `replace` it finishes what it has within `drain_s`, and makes room. Raises
+    ConfigError, LaunchError."""
     running = find_cluster(config.cluster, ray_address)
     if running is not None:
         differences = _differences(config, running.plan.config)
         if not differences:
             on_progress(f"{config.cluster} runs already, as configured")
-            running.wait_ready(timeout_s)
+            wait_for(running, one_of_each_role, on_progress)
             return running
         if not replace:
             field, value = next(iter(differences.items()))
@@ -62,7 +71,9 @@ def stand_up(
         on_progress(f"{config.cluster} runs with other {', '.join(differences)}: ending it")
         running.drain(drain_s)
         running.shutdown()
-    return launch(config, ray_address=ray_address, on_progress=on_progress, class_paths=class_paths)
+    return launch(
+        config, ray_address=ray_address, on_progress=on_progress, class_paths=class_paths, missing=one_of_each_role
+    )
 
 
 def take_down(cluster: str, ray_address: str, drain_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""`baton serve, deploy, down, run, chat, demo, doctor, drain, flip`: bring a cluster up, use it, mend it."""
+"""`baton serve, deploy, down, leave, run, chat, demo, doctor, drain, flip`: bring a cluster up, use it, mend it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def deploy(
     settings: Settings = None,
     replace: Annotated[bool, typer.Option("--replace", help="End one that runs with other settings.")] = False,
     drain_s: DrainS = 30.0,
-    timeout_s: Annotated[float, typer.Option(help="Until all of it serves.")] = 900.0,
     keep: Annotated[
         str | None, typer.Option(metavar="URL", help="Stay, and do it again when this gateway is silent for a minute.")
     ] = None,
@@ -78,13 +77,11 @@ def deploy(
 
     def stand_up() -> None:
         if standing.is_jobs_api(address):
-            options = [f"--drain-s={drain_s}", f"--timeout-s={timeout_s}", *(["--replace"] if replace else [])]
+            options = [f"--drain-s={drain_s}", *(["--replace"] if replace else [])]
             standing.submit(address, standing.deploy_command(layers, options), typer.echo)
             return
         wanted, say = decide(layers, err), Progress(err)
-        handle = standing.stand_up(
-            wanted, address, replace=replace, drain_s=drain_s, timeout_s=timeout_s, on_progress=say
-        )
+        handle = standing.stand_up(wanted, address, replace=replace, drain_s=drain_s, on_progress=say)
         typer.echo(standing.gateway_url(handle))
 
     if keep is None:
@@ -104,6 +101,21 @@ def down(cluster: Cluster = "baton", address: RayOrJobs = "auto", drain_s: Drain
         return
     there = standing.take_down(cluster, address, drain_s)
     err.print(f"{cluster} is down" if there else f"nothing named {cluster} runs there", markup=False)
+
+
+def leave(
+    cluster: Cluster = "baton",
+    address: RunningRay = "auto",
+    within_s: Annotated[float, typer.Option(help="Most time for it.")] = 120.0,
+) -> None:
+    """Off this node, before it goes: what runs here is finished, or goes on elsewhere."""
+    from baton.deploy.leaving import leave as leave_node
+
+    def say(line: str) -> None:
+        err.print(line, markup=False)
+
+    if not leave_node(cluster, address, within_s, say):
+        raise typer.Exit(FAILED)
 
 
 def run(

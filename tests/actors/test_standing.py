@@ -22,11 +22,12 @@ CONFIG = replace(
 
 
 def stand(address: str, config: ClusterConfig = CONFIG, *, replace: bool = False) -> ClusterHandle:
-    return stand_up(config, address, replace=replace, timeout_s=WAIT_S, class_paths=STUBS)
+    return stand_up(config, address, replace=replace, class_paths=STUBS)
 
 
 def test_a_cluster_stands_until_it_is_taken_down(ray_session: str) -> None:
     first = stand(ray_session)
+    first.wait_ready(WAIT_S)
     try:
         again = stand(ray_session)
         assert again.plan.run_dir == first.plan.run_dir
@@ -39,7 +40,7 @@ def test_a_cluster_stands_until_it_is_taken_down(ray_session: str) -> None:
         with pytest.raises(ConfigError, match=r"runs with other settings: decode, kv\.page_size"):
             stand(ray_session, other)
         replaced = stand(ray_session, other, replace=True)
-        assert len(names(replaced.status())) == 4
+        assert len(names(replaced.wait_ready(WAIT_S))) == 4
         assert not Path(first.plan.run_dir).exists()
 
         processes = [pid_of(replaced, name) for name in names(replaced.status())]

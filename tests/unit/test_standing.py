@@ -71,7 +71,7 @@ def test_deploy_and_down_through_the_jobs_api(
     assert run_command(deploy) == code
     assert run_command(["down", address, "--cluster", "other"]) == code
     assert FakeJobs.entrypoints == [
-        "baton deploy --drain-s=5.0 --timeout-s=900.0 --set=decode=8 --set=prefill=4",
+        "baton deploy --drain-s=5.0 --set=decode=8 --set=prefill=4",
         "baton down --cluster=other --drain-s=30.0",
     ]
     assert "http://10.0.0.7:8000" in capfd.readouterr().out
