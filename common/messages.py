@@ -19,7 +19,7 @@ from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.prompt_logprobs import PromptLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_TOKENS = 1 << 20
 MAX_REGION_UNITS = 1 << 16
@@ -27,6 +27,8 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIASES = 1024
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_PAGE_NAMES = 1 << 16
+MAX_OUTPUTS = 512
+"""In one frame."""
 MAX_PARTS = 8
 """Into so many groups of layers the units of a region may be cut."""
 
@@ -279,6 +281,13 @@ class Output(_Message, frozen=True, kw_only=True):
     timeline: Timeline | None = None  # with the last one
 
 
+class Outputs(_Message, frozen=True, kw_only=True):
+    """decode -> gateway: several of them in one frame, in their order. No core sees it: the receiving thread takes it
+    apart."""
+
+    parts: Annotated[tuple[Output, ...], Meta(max_length=MAX_OUTPUTS)]
+
+
 class Resume(_Message, frozen=True, kw_only=True):
     """gateway -> decode: send outputs again from `next_index`."""
 
@@ -469,6 +478,7 @@ Body = (
     | Submit
     | Submitted
     | Output
+    | Outputs
     | Resume
     | FinishAck
     | CancelRequest
@@ -532,12 +542,13 @@ def decode_frame(data: bytes | memoryview) -> Frame:
         frame = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedFrame(str(error)) from error
-    for name in _PACKED[type(frame.body)]:
-        packed: bytes = getattr(frame.body, name)
-        if len(packed) % 4:
-            raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole int32 ids")
-    for name in _NAMED.get(type(frame.body), ()):
-        packed = getattr(frame.body, name)
-        if len(packed) % 8:
-            raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole 64-bit names")
+    for body in frame.body.parts if isinstance(frame.body, Outputs) else (frame.body,):
+        for name in _PACKED[type(body)]:
+            packed: bytes = getattr(body, name)
+            if len(packed) % 4:
+                raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole int32 ids")
+        for name in _NAMED.get(type(body), ()):
+            packed = getattr(body, name)
+            if len(packed) % 8:
+                raise MalformedFrame(f"{name}: {len(packed)} bytes are not whole 64-bit names")
     return frame

@@ -167,6 +167,8 @@ class Gateway:
         self._stuck_after_s = stuck_after_s
         self.workers: Workers = workers or UnknownWorkers()
         self._loop = asyncio.get_running_loop()
+        self._heard: deque[FromPeer | MembershipView] = deque()
+        self._called = False  # `_on_heard` is on its way
         self._running: dict[RequestId, _Running] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
@@ -186,9 +188,21 @@ class Gateway:
     def deliver(self, event: object) -> None:
         """From any thread: a worker's message or a new view of the cluster."""
         assert isinstance(event, FromPeer | MembershipView), event
-        self._loop.call_soon_threadsafe(self._on_event, event)
+        self._heard.append(event)
+        if not self._called:  # one call for a burst: each costs a system call
+            self._called = True
+            self._loop.call_soon_threadsafe(self._on_heard)
 
-    def _on_event(self, event: FromPeer | MembershipView) -> None:
+    def _on_heard(self) -> None:
+        self._called = False  # before the queue is looked at: what comes from now on is called for again
+        effects: list[GatewayEffect] = []
+        try:
+            for _ in range(len(self._heard)):
+                effects += self._on_event(self._heard.popleft())
+        finally:
+            self._dispatch(effects)
+
+    def _on_event(self, event: FromPeer | MembershipView) -> list[GatewayEffect]:
         if isinstance(event, MembershipView):
             self._members = {member.stamp.worker: member for member in event.members}
             self._silent = event.silent
@@ -196,7 +210,7 @@ class Gateway:
             self._lanes = {pair: use for pair, use in self._lanes.items() if {*pair[:2]} <= self._members.keys()}
         elif isinstance(event.body, Heartbeat):
             self._loads[event.sender.worker] = event.body.load
-        self._dispatch(self._core.handle(event, self._clock.now()))
+        return self._core.handle(event, self._clock.now())
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at_s = None, float("inf")

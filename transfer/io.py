@@ -43,6 +43,7 @@ from baton.common.messages import (
     Load,
     Member,
     Membership,
+    Outputs,
     Probe,
     ProbeReady,
     Reject,
@@ -55,6 +56,7 @@ from baton.transfer.endpoint import Endpoint
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
+from baton.transfer.output_frames import gathered
 from baton.transfer.reports import Flow, HandoffTimes
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
 from baton.transfer.staging import state_pieces_of
@@ -297,8 +299,8 @@ class IoThread:
             assert self._hand_offs is not None, f"{command} was posted to a process without KV"
             assert isinstance(command, SinkCommand | SourceCommand), command
             self._carry_out(self._hand_offs.endpoint.command(command, now), now)
-        for _ in range(min(POSTED_PER_TURN, len(self._messages))):
-            message = self._messages.popleft()
+        messages = [self._messages.popleft() for _ in range(min(POSTED_PER_TURN, len(self._messages)))]
+        for message in gathered(messages):
             self._mesh.send(message.worker, Epoch(message.epoch), message.body)
 
     def _on_frame(self, frame: Frame, now: float) -> None:
@@ -320,8 +322,10 @@ class IoThread:
         elif isinstance(body, Heartbeat) and not self._hears_loads:
             if body.asks:
                 self._roster.on_asked(sender)
-        elif self._deliver(FromPeer(sender, body)) is False:
-            self._dropped["refused_by_owner"] += 1
+        else:
+            for one in body.parts if isinstance(body, Outputs) else (body,):
+                if self._deliver(FromPeer(sender, one)) is False:
+                    self._dropped["refused_by_owner"] += 1
 
     def _on_controller(self, controller: Stamp, body: Body, now: float) -> None:
         match body:

@@ -147,6 +147,7 @@ class Mesh:
         self._counters = MeshCounters()
         self._peers: dict[WorkerId, tuple[str, zmq.Socket[bytes]]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = False  # `poll` has still to return for it
         self._wake_lock = threading.Lock()  # between `wake` and `close`: a closed descriptor's number is soon another's
         self._zap = self.context.socket(zmq.REP)
         self._zap.linger = 0
@@ -217,14 +218,18 @@ class Mesh:
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+            self._woken = False  # after the reading: whoever still found it set is served by the turn that begins now
         if self._zap in ready:
             self._answer_zap()
         return self._receive() if self._router in ready else []
 
     def wake(self) -> None:
         """Ends a `poll` that waits, or the next one. From any thread, also after `close`."""
+        if self._woken:
+            return
         with self._wake_lock:
             if self._wake_fd >= 0:
+                self._woken = True
                 os.eventfd_write(self._wake_fd, 1)
 
     def register(self, source: int | zmq.Socket[bytes]) -> None:

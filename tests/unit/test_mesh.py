@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -206,3 +207,24 @@ def test_an_address_that_makes_no_sense_ends_nobody(address: str) -> None:
         assert (mesh.counters.bad_address, mesh.counters.dropped_unknown) == (1, 1)
     finally:
         mesh.close()
+
+
+def test_who_wakes_it_while_it_wakes_up_does_not_keep_the_next_one_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh, read = Mesh(A, "127.0.0.1", KEYS), os.eventfd_read
+
+    def read_late(descriptor: int) -> int:
+        mesh.wake()  # as another thread may, at that moment
+        return read(descriptor)
+
+    monkeypatch.setattr(os, "eventfd_read", read_late)
+    mesh.wake()
+    mesh.poll(WAIT_S)
+    monkeypatch.undo()
+    mesh.wake()
+    began = time.monotonic()
+    mesh.poll(WAIT_S)
+    took_s = time.monotonic() - began
+    mesh.close()
+    assert took_s < WAIT_S / 2
