@@ -15,7 +15,8 @@ from baton.common.ids import WorkerId
 from baton.common.messages import MAX_OUTPUTS, Output, Outputs
 
 SMALL_OUTPUT_BYTES = 4 * 16
-"""Of token ids. Larger ones, which are said again after a gap, go by themselves: so no frame comes near its limit."""
+"""Of token ids. Larger ones, which are said again after a gap, go by themselves, and so does what is said of a prompt:
+no frame comes near its limit."""
 
 
 def gathered(messages: Iterable[SendTo]) -> Iterator[SendTo]:
@@ -23,7 +24,7 @@ def gathered(messages: Iterable[SendTo]) -> Iterator[SendTo]:
     waiting: dict[tuple[WorkerId, int], list[Output]] = {}
     for message in messages:
         to, body = (message.worker, message.epoch), message.body
-        if isinstance(body, Output) and len(body.tokens) <= SMALL_OUTPUT_BYTES:
+        if isinstance(body, Output) and _is_small(body):
             outputs = waiting.setdefault(to, [])
             outputs.append(body)
             if len(outputs) == MAX_OUTPUTS:
@@ -34,6 +35,10 @@ def gathered(messages: Iterable[SendTo]) -> Iterator[SendTo]:
             yield message
     for to, outputs in waiting.items():
         yield _together(to, outputs)
+
+
+def _is_small(output: Output) -> bool:
+    return len(output.tokens) <= SMALL_OUTPUT_BYTES and output.prompt_logprobs is None
 
 
 def _together(to: tuple[WorkerId, int], outputs: list[Output]) -> SendTo:
