@@ -17,7 +17,7 @@ from baton.common.errors import ConfigError, ErrorCode, RequestError
 from baton.common.kv.layout import Component, KvLayout
 from baton.deploy.chat_messages import TemplateMessage
 from baton.deploy.json_bodies import shorten
-from baton.deploy.tool_formats import FORMATS, ToolFormat, format_of_template, spelled_out
+from baton.deploy.tool_formats import FORMATS, ToolFormat, format_named, format_of_template, spelled_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,8 @@ _TextT = TypeVar("_TextT")
 
 
 class Tokenizer(Protocol):
-    """What the gateway asks of a tokenizer. `decode` leaves special tokens out; the others show them."""
+    """What the gateway asks of a tokenizer. `decode` leaves special tokens out, but for those that are to be shown; the
+    others show them all."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -59,6 +60,12 @@ class Tokenizer(Protocol):
     def decode_with_special(self, token_ids: Sequence[int]) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
+
+    def has_token(self, text: str) -> bool:
+        """A token of its own, beside those that words are made of."""
+
+    def showing(self, texts: Sequence[str]) -> Tokenizer:
+        """The same; but special tokens of these texts are text."""
 
 
 @final
@@ -95,13 +102,22 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode_with_special([token_id])
 
+    def has_token(self, text: str) -> bool:
+        return text.encode() in FAKE_SPECIAL
+
+    def showing(self, texts: Sequence[str]) -> Tokenizer:
+        return self
+
 
 @final
 class ModelTokenizer:
     """A model's own tokenizer, through `transformers`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shown: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._added = frozenset(str(token.content) for token in added.values())
+        self._hidden = frozenset(one for one, token in added.items() if token.special and token.content not in shown)
 
     def encode(self, text: str) -> list[int]:
         """With the tokens that the model wants around a bare text. An empty text is no tokens."""
@@ -142,7 +158,11 @@ class ModelTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(
             str,
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            self._tokenizer.decode(
+                [token for token in token_ids if token not in self._hidden],
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            ),
         )
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
@@ -153,6 +173,12 @@ class ModelTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.decode_with_special([token_id])
+
+    def has_token(self, text: str) -> bool:
+        return text in self._added
+
+    def showing(self, texts: Sequence[str]) -> Tokenizer:
+        return ModelTokenizer(self._tokenizer, texts)
 
 
 async def encode_aside(chars: int, encode: Callable[[_TextT], list[int]], text: _TextT) -> list[int]:
@@ -240,7 +266,9 @@ def _served(
             raise ConfigError("model.thinking_start", start, reason, "or leave kv.strip_thinking_cache off")
         thinking = ids[0]
     asked = config.gateway.tool_parser
-    tool_format = FORMATS[format_of_template(tokenizer.chat_template) if asked == "template" else asked]
+    name = format_of_template(tokenizer.chat_template) if asked == "template" else asked
+    tool_format = format_named(name, tokenizer.has_token)
+    tokenizer = tokenizer.showing(tool_format.markers)
     return ServedModel(
         info.name, max_model_len, info.vocab_size, info.eos_token_ids, tokenizer, guides, tool_format, thinking
     )

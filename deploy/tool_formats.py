@@ -10,8 +10,9 @@ more of its arguments. What looked like a call and is none is text: nothing of a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, final
 
 from baton.deploy.chat_messages import Function, TemplateMessage
 from baton.deploy.tool_calls import Call, CallBegun, CallEvent, NoCall, Said
@@ -31,7 +32,10 @@ class CallReader(Protocol):
 
 
 class ToolFormat(Protocol):
-    """A family's way to write calls."""
+    """A family's way to write calls. `markers`: texts around them that may be special tokens, and are read as text."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """What a system message says of them, for chat templates that know no tools."""
@@ -68,10 +72,28 @@ def _loosened(tools: Sequence[Function]) -> list[Function]:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Hermes:
-    """`<tool_call>` and `</tool_call>` around each call, as Hermes and Qwen models write them."""
+    """`<tool_call>` and `</tool_call>` around each call, as Hermes and Qwen models write them. `own_tokens`: the model
+    has a token for each: then it is this token that a grammar has to ask for, not its text."""
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
+    BEGIN: ClassVar = "<tool_call>"
+    END: ClassVar = "</tool_call>"
+
+    own_tokens: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.BEGIN, self.END)
+
+    @property
+    def _begin(self) -> str:
+        """In a grammar."""
+        return self.BEGIN if self.own_tokens else f'"{self.BEGIN}"'
+
+    @property
+    def _end(self) -> str:
+        return self.END if self.own_tokens else f'"{self.END}"'
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -87,14 +109,16 @@ class Hermes:
 
     def forced(self, tools: Sequence[Function], *, parallel: bool) -> str:
         more = f'("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else ""
-        return f'start: call {more}\ncall: "{self.BEGIN}\\n" body "\\n{self.END}"\n{_call_rules(tools, "arguments")}'
+        rules = _call_rules(tools, "arguments")
+        return f'start: call {more}\ncall: {self._begin} "\\n" body "\\n" {self._end}\n{rules}'
 
     def strict(self, tools: Sequence[Function], *, parallel: bool) -> str:
         rules = _call_rules(_loosened(tools), "arguments")
         calls = "call*" if parallel else "call?"
+        begin = f"(begin | TEXT {self._begin})" if self.own_tokens else "begin"
         return (
             f'start: {calls} rest\nrest: TEXT\nTEXT: /(.|\\n)*/\nbegin[lazy]: TEXT "{self.BEGIN}"\n'
-            f'call: begin "\\n" body "\\n{self.END}"\n{rules}'
+            f'call: {begin} "\\n" body "\\n" {self._end}\n{rules}'
         )
 
     def reader(self) -> CallReader:
@@ -181,7 +205,10 @@ class _HermesReader:
 @final
 class Json:
     """The whole answer is one call as a JSON object, or several in a list or one after the other: what is left of most
-    other families' formats. Arguments may be called `parameters`, as Llama 3 does."""
+    other families' formats. Arguments may be called `parameters`, as Llama 3 does. Tokens that say that a call comes
+    (`<|python_tag|>`, `[TOOL_CALLS]`) are special ones: nothing of them is in the text."""
+
+    markers = ()
 
     def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
         described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -291,6 +318,13 @@ def _begun_at_end(text: str, marker: str) -> int:
 
 ToolFormatName = Literal["hermes", "json"]
 FORMATS: Mapping[ToolFormatName, ToolFormat] = {"hermes": Hermes(), "json": Json()}
+"""Of models that spell everything out."""
+
+
+def format_named(name: ToolFormatName, has_token: Callable[[str], bool]) -> ToolFormat:
+    """Of a model of which `has_token` says whether it has a token of its own for a text."""
+    own = name == "hermes" and has_token(Hermes.BEGIN) and has_token(Hermes.END)
+    return Hermes(own_tokens=True) if own else FORMATS[name]
 
 
 def format_of_template(template: str) -> ToolFormatName:
