@@ -229,6 +229,23 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingConfig:
+    """Of every process, to its standard error (docs/OBSERVABILITY.md)."""
+
+    format: Literal["json", "text"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry spans, over OTLP/HTTP. Off unless a collector is named."""
+
+    endpoint: str = ""  # http://collector:4318; "": $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or $OTEL_EXPORTER_OTLP_ENDPOINT
+    service_name: str = ""  # "": $OTEL_SERVICE_NAME, else "baton"
+    sample_ratio: float = 1.0  # of requests whose client has not decided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Everything `baton serve` needs to know. The same object goes to every process."""
 
@@ -237,7 +254,6 @@ class ClusterConfig:
     decode: int = 2
     bind_host: str = "127.0.0.1"  # the cluster interface: control and data sockets bind here; node: Ray's, of each node
     pin_cores: bool = True
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
@@ -251,6 +267,8 @@ class ClusterConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     jobs: JobsConfig = field(default_factory=JobsConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 ConfigT = TypeVar("ConfigT")
@@ -357,6 +375,7 @@ def validate(config: ClusterConfig) -> None:
             raise ConfigError(f"kv.{name}", getattr(config.kv, name), f"must be at most {MAX_PAGES}")
     _validate_jobs(config.jobs)
     validate_routing(config.routing, config.kv_events)
+    _validate_tracing(config.tracing)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
@@ -384,6 +403,14 @@ def _validate_jobs(jobs: JobsConfig) -> None:
     if not 3 * jobs.poll_s <= jobs.lease_s:
         reason = "leases are renewed every jobs.poll_s, and one of these may be late"
         raise ConfigError("jobs.lease_s", jobs.lease_s, reason, f"at least {3 * jobs.poll_s:g}")
+
+
+def _validate_tracing(tracing: TracingConfig) -> None:
+    if tracing.endpoint and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", tracing.endpoint):
+        hint = "for example http://localhost:4318"
+        raise ConfigError("tracing.endpoint", "", "must be the plain address of an OTLP/HTTP collector", hint)
+    if not 0 <= tracing.sample_ratio <= 1:
+        raise ConfigError("tracing.sample_ratio", tracing.sample_ratio, "must be 0 to 1")
 
 
 def _validate_tiers(kv: KvConfig) -> None:

@@ -41,6 +41,22 @@ def settings() -> dict[str, str]:
     }
 
 
+def otlp_endpoint() -> str:
+    """`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, else `OTEL_EXPORTER_OTLP_ENDPOINT` with `/v1/traces`: where spans go,
+    unless `tracing.endpoint` says. "" with neither, or with `OTEL_SDK_DISABLED=true`. The exporter's other variables
+    (`OTEL_EXPORTER_OTLP_HEADERS`, `_TIMEOUT`, `_COMPRESSION`, `_CERTIFICATE`) and `OTEL_RESOURCE_ATTRIBUTES` are read
+    by OpenTelemetry's package in every process that sends."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    whole, base = (os.environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT", "").strip() for name in ("TRACES_", ""))
+    return whole or (f"{base.rstrip('/')}/v1/traces" if base else "")
+
+
+def service_name() -> str:
+    """`OTEL_SERVICE_NAME`: under what name spans appear, unless `tracing.service_name` says. Default: `baton`."""
+    return os.environ.get("OTEL_SERVICE_NAME") or "baton"
+
+
 def cluster_url() -> str:
     """`BATON_URL`: the gateway that clients talk to, `baton run` and `baton status` among them. Default: `http://127.0.0.1:8000`."""
     return os.environ.get("BATON_URL") or "http://127.0.0.1:8000"

@@ -1,7 +1,8 @@
 """Structured logs: one event per line, as JSON for machines or as text for people, each with the process it came from.
 
 Owns: the format and the handler. Never logs prompt or output text, token ids, keys or addresses of clients: callers
-pass names, counts and durations. Standard `logging` underneath, so that libraries' lines come out in the same shape.
+pass names, counts and durations, and of an exception that met a request `where_of`, not its message, which may quote
+what was asked. Standard `logging` underneath, so that libraries' lines come out in the same shape.
 """
 
 from __future__ import annotations
@@ -9,14 +10,32 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import msgspec
 
-LogValue = str | int | float | bool | None
+from baton.common.config import LoggingConfig
+
+LogValue = str | int | float | bool | dict[str, float] | None
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FIELDS = "baton_fields"
+_FRAMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessName:
+    """Who writes. Incarnation 0: it has none."""
+
+    worker: str
+    role: str
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker}@{self.incarnation}" if self.incarnation else self.worker
 
 
 class EventLog:
@@ -46,10 +65,17 @@ class EventLog:
             self._logger.log(level, event, extra={_FIELDS: fields})
 
 
-class JsonFormatter(logging.Formatter):
-    """`{"ts": ..., "level": "info", "process": "decode-1@3", "event": ..., ...fields}`"""
+def where_of(error: BaseException) -> str:
+    """Of what kind it is and where it was raised, innermost last; not what it says."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    return " > ".join([*places, type(error).__name__])
 
-    def __init__(self, process: str) -> None:
+
+class JsonFormatter(logging.Formatter):
+    """`{"ts": ..., "level": "info", "process": "decode-1@3", "worker": "decode-1", "role": "decode", "event": ...}`"""
+
+    def __init__(self, process: ProcessName) -> None:
         super().__init__()
         self._process = process
 
@@ -57,7 +83,9 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, LogValue] = {
             "ts": round(record.created, 6),
             "level": record.levelname.lower(),
-            "process": self._process,
+            "process": str(self._process),
+            "worker": self._process.worker,
+            "role": self._process.role,
             "logger": record.name,
             "event": record.getMessage(),
         }
@@ -70,7 +98,7 @@ class JsonFormatter(logging.Formatter):
 class HumanFormatter(logging.Formatter):
     """`12:30:01.123 decode-1@3 info admitted pages=12`"""
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: ProcessName) -> None:
         super().__init__()
         self._process = process
 
@@ -88,11 +116,12 @@ def _fields_of(record: logging.LogRecord) -> dict[str, LogValue]:
     return fields
 
 
-def configure_logging(process: str, level: str, *, as_json: bool = True, stream: TextIO | None = None) -> None:
-    """Called once per process. `process` is "worker@incarnation". Replaces handlers that were there before."""
+def configure_logging(process: ProcessName, config: LoggingConfig, *, stream: TextIO | None = None) -> None:
+    """Called once per process. Replaces handlers that were there before. Libraries are heard from warnings on."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if as_json else HumanFormatter(process))
-    root = logging.getLogger("baton")
-    root.handlers[:] = [handler]
-    root.setLevel(_LEVELS[level])
-    root.propagate = False
+    handler.setFormatter(JsonFormatter(process) if config.format == "json" else HumanFormatter(process))
+    for name, level in (("", logging.WARNING), ("baton", _LEVELS[config.level])):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+    logging.getLogger("baton").propagate = False

@@ -18,6 +18,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.prompt_logprobs import PromptLogprobs
+from baton.common.spans import NOT_TRACED, Context
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
@@ -133,6 +134,7 @@ class Timeline(_Value, frozen=True, kw_only=True):
     prefill_s: float = 0.0  # computing the prompt, on whichever worker
     transfer_s: float = 0.0  # first chunk announced until the last one landed
     scatter_s: float = 0.0  # of which: writing regions into pages
+    decode_queue_s: float = 0.0  # all KV had landed until its first step began; the end of it is a part of decode_s
     decode_s: float = 0.0  # runnable until finished
     transfer_bytes: int = 0
     lane: ShortStr = ""  # "" when nothing was transferred
@@ -256,6 +258,7 @@ class Submit(_Message, frozen=True, kw_only=True):
     session_id: SessionIdStr = ""  # the conversation this is a turn of; "": none
     session_turn: Count = 0  # turns of it that were answered before
     thinking_token_id: Annotated[int, Meta(ge=-1)] = -1  # an answer with it is not cached; -1: every answer is
+    trace: Context = NOT_TRACED
 
 
 class Submitted(_Message, frozen=True, kw_only=True):
@@ -338,6 +341,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
     priority: Priority = 0  # of its regions among those of others
     lane_gbps: Annotated[float, Meta(ge=0)] = 0.0  # what the receiver has measured on the lane; 0: nothing yet
+    trace: Context = NOT_TRACED
 
 
 class Accept(_Message, frozen=True, kw_only=True):

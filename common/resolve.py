@@ -96,8 +96,12 @@ def file_layer(path: Path) -> Layer:
 
 
 def environment_layer() -> Layer:
-    """`BATON_SET_KV__PAGE_SIZE=4` is `--set kv.page_size=4`."""
-    return Layer("environment", nested({name: _scalar(name, text) for name, text in env.settings().items()}))
+    """`BATON_SET_KV__PAGE_SIZE=4` is `--set kv.page_size=4`. What OpenTelemetry's own variables say of the collector is
+    for the processes of all nodes."""
+    values = {name: _scalar(name, text) for name, text in env.settings().items()}
+    if endpoint := env.otlp_endpoint():
+        values = {"tracing.endpoint": endpoint, "tracing.service_name": env.service_name()} | values
+    return Layer("environment", nested(values))
 
 
 def assignments_layer(assignments: Sequence[str]) -> Layer:

@@ -25,6 +25,7 @@ from baton.decode.request import (
     Stopping,
     Storing,
 )
+from baton.decode.request_spans import request_spans
 from baton.decode.steps import RUNNING
 from baton.transfer.api import AbortSink
 
@@ -41,13 +42,18 @@ class Answers:
     # ------------------------------------------------------------------------------------------- growing
 
     def run(
-        self, request: DecodeRequest, now: float, first_token: int = NO_TOKEN, logprob: TokenLogprob | None = None
+        self,
+        request: DecodeRequest,
+        now: float,
+        first_token: int = NO_TOKEN,
+        logprob: TokenLogprob | None = None,
+        landed_s: float | None = None,
     ) -> None:
-        """All KV is there. The prompt is shared with others from here on."""
+        """All KV is there, since `landed_s` unless since now. The prompt is shared with others from here on."""
         self._parts.caching.share_prompt(request)
         request.state = RUNNING
-        request.times.runs(now)
-        self._parts.steps.running.append(request)
+        request.times.runs(now, now if landed_s is None else min(now, landed_s))
+        self._parts.steps.join(request)
         if request.wants_first_token:
             wanting = first_token == NO_TOKEN and request.sampling.grammar is None
             assert not wanting, f"{request.key} was filled without its first token"
@@ -100,6 +106,8 @@ class Answers:
         )
         self._let_go(request, failure, now)
         self._outbox.finish(request, final, first_index, now)
+        if request.trace:
+            self._parts.told += request_spans(request, final, now)
 
     def _let_go(self, request: DecodeRequest, failure: Failure | None, now: float) -> None:
         parts = self._parts

@@ -182,8 +182,9 @@ class DecodeCore:
         )
 
     def _take_out(self) -> list[object]:
-        out: list[object] = [*self._parts.commands, *self._parts.outbox.take()]
+        out: list[object] = [*self._parts.commands, *self._parts.outbox.take(), *self._parts.told]
         self._parts.commands.clear()
+        self._parts.told.clear()
         if self._feed is not None:
             out += self._feed.take()
         return out
@@ -279,7 +280,7 @@ class DecodeCore:
 
     def next_batch(self, now: float) -> Batch | None:
         self._parts.starved = False
-        return self._parts.steps.plan(lambda request, refused: self._retraction.make_room(request, refused, now))
+        return self._parts.steps.plan(lambda request, refused: self._retraction.make_room(request, refused, now), now)
 
     def on_layers(self, layers: int, now: float) -> list[object]:
         raise AssertionError("a decode worker's steps ask for no reports")
@@ -319,6 +320,7 @@ class DecodeCore:
             if end < request.state.until:
                 continue
             self._parts.steps.remove(request)
+            request.times.computed(now)
             if end < request.fill_len:
                 self._filling.fill(request, now)
             else:

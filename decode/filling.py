@@ -56,10 +56,10 @@ class Filling:
         if missing == 0:
             self._answers.run(request, now)
         elif peer is None:
-            self._prefill_here(request, request.fill_len)
+            self._prefill_here(request, request.fill_len, now)
         elif known % pool.page_size:
             # Hand-offs move whole pages: the rest of a page that is known in part is computed, not sent once more.
-            self._prefill_here(request, min(request.fill_len, page_ceil(known, pool.page_size)))
+            self._prefill_here(request, min(request.fill_len, page_ceil(known, pool.page_size)), now)
         else:
             deadline_s = min(request.deadline_s, now + self._handoff_ttl_s)
             request.times.asked(now)
@@ -71,8 +71,9 @@ class Filling:
         config = self._parts.config
         return max(config.local_prefill_max_tokens, min(known // LOCAL_SHARE, config.chunk_tokens))
 
-    def _prefill_here(self, request: DecodeRequest, until: int) -> None:
+    def _prefill_here(self, request: DecodeRequest, until: int, now: float) -> None:
         request.state = Prefilling(until)
+        request.times.computes(now)
         self._parts.steps.prefilling.append(request)
 
     # -------------------------------------------------------------------------------------------- tiers
@@ -125,7 +126,7 @@ class Filling:
                 times.scatter_s += event.scatter_s
                 times.prefill_s += event.result.prefill_s
                 _take_scores(request, event.result.prompt_logprobs)
-                self._answers.run(request, now, event.result.first_token, event.result.logprob)
+                self._answers.run(request, now, event.result.first_token, event.result.logprob, event.landed_s)
             case Stopping():
                 self._answers.done(request, now)
             case _:

@@ -50,6 +50,7 @@ class Handoffs:
             sampling=request.sampling,
             deadline_s=deadline_s,
             priority=request.priority,
+            trace=request.trace,
         )
 
     def find(self, key: HandoffKey) -> tuple[DecodeRequest | None, int]:

@@ -1,7 +1,7 @@
 """What the core of a decode worker consists of, for those of its modules that decide over several parts.
 
-Owns: the table of its requests, and the commands that leave with the core's next answer. Everything else is a part's
-own. Never: decides anything.
+Owns: the table of its requests, and the commands and spans that leave with the core's next answer. Everything else is
+a part's own. Never: decides anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
 from baton.common.kv.tiers.keys import PageKeys
+from baton.common.spans import TracedSpan
 from baton.decode.caching import Caching
 from baton.decode.handoffs import Handoffs
 from baton.decode.outbox import Outbox
@@ -43,6 +44,7 @@ class Parts:
         self.requests: dict[RequestKey, DecodeRequest] = {}
         self.deadlines: Deadlines[RequestKey] = Deadlines()
         self.commands: list[SinkCommand | SourceCommand | TierCommand] = []
+        self.told: list[TracedSpan] = []
         self.starved = False
         self.outbox = Outbox(transfer, config.max_queued_requests, self._on_final_over)
         self.stores = Stores(pool, page_keys, tiers)

@@ -23,6 +23,7 @@ from baton.common.kv.record import ReqKvInfo
 from baton.common.kv.tiers.api import JobId
 from baton.common.messages import Output, SamplingParams, Submit, TokenLogprob, unpack_tokens
 from baton.common.prompt_logprobs import PromptLogprobs
+from baton.common.spans import NOT_TRACED, below, span_id_of
 from baton.decode.times import Times
 from baton.transfer.api import SinkCommitted, SinkFailed
 
@@ -117,6 +118,9 @@ class DecodeRequest:
     attempt: int = 0  # the next one of this hand-off
     tried: set[Stamp] = field(default_factory=set)  # prefill workers that failed this stay
     tried_again: set[Stamp] = field(default_factory=set)  # of which the lane had failed, not they
+    arrived_s: float = 0.0
+    trace: str = NOT_TRACED  # of its stay here: what is told of it is under this
+    trace_parent: str = ""
     final: Output | None = None  # the last message, once there is an outcome
     final_expires_s: float = 0.0
     final_over: bool = False  # acknowledged, or nobody is left to do so
@@ -231,4 +235,7 @@ def new_request(number: int, gateway: Stamp, message: Submit, max_context_len: i
         inherited=len(outputs),
         session_id=SessionId(message.session_id),
         thinking_token_id=message.thinking_token_id,
+        arrived_s=now,
+        trace=below(message.trace, "decode_worker") if message.trace else NOT_TRACED,
+        trace_parent=span_id_of(message.trace),
     )

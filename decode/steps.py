@@ -28,9 +28,15 @@ class Steps:
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self.running: list[DecodeRequest] = []  # oldest first
+        self._joined: list[DecodeRequest] = []  # since the last plan
         self.prefilling: list[DecodeRequest] = []
         self._rows: list[DecodeRequest] = []  # of the launched step: decode rows, in batch order ...
         self._chunks: list[tuple[DecodeRequest, int]] = []  # ... then chunks, with their KV length after it
+
+    def join(self, request: DecodeRequest) -> None:
+        """It runs from the next step on."""
+        self.running.append(request)
+        self._joined.append(request)
 
     def remove(self, request: DecodeRequest) -> None:
         """It computes nothing more."""
@@ -40,12 +46,16 @@ class Steps:
         """The launched step reads or writes its pages."""
         return request in self._rows or any(request is one for one, _ in self._chunks)
 
-    def plan(self, make_room: MakeRoom) -> Batch | None:
+    def plan(self, make_room: MakeRoom, now: float) -> Batch | None:
         """One token of every running request, and chunks of local prefills within their own budget, so that running
         streams go on while prompts are computed."""
         assert not self._rows, "one step at a time"
         assert not self._chunks, "one step at a time"
         decode = self._pack_rows(self._grow(make_room))
+        for request in self._joined:
+            if request.state is RUNNING:
+                request.times.steps(now)
+        self._joined.clear()
         chunks = self._pack_chunks()
         if decode is None or chunks is None:
             return decode or chunks

@@ -26,7 +26,7 @@ from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
-from baton.common.log import EventLog, configure_logging
+from baton.common.log import EventLog, ProcessName, configure_logging
 from baton.common.messages import Body, Member, Membership
 from baton.deploy import ray_side
 from baton.deploy.autoscale import Policy
@@ -371,7 +371,7 @@ class ControllerActor:
     """The Ray shell of the controller; detached, restarted by Ray without limit."""
 
     def __init__(self, plan: ClusterPlan) -> None:
-        configure_logging(CONTROLLER, plan.config.log_level)
+        configure_logging(ProcessName(CONTROLLER, CONTROLLER), plan.config.logging)
         die_with_parent()
         register_process(plan.run_dir, CONTROLLER)
         self._plan = plan

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from baton.common.clock import MonotonicClock
 from baton.common.messages import Load
 from baton.common.model.cache import Progress
+from baton.common.tracing import FLUSH_S, NOBODY, SpanSink, open_sink
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway, Workers
 from baton.deploy.http_server import GatewayServer
@@ -35,6 +36,8 @@ class GatewayProcess:
         self._workers = workers
         self._server: GatewayServer | None = None
         self._gateway: Gateway | None = None
+        self._clock = MonotonicClock()
+        self._spans: SpanSink = NOBODY
 
     def load(self, say: Progress) -> IoThread:
         """Raises ConfigError when the port is taken or the model cannot be read."""
@@ -72,10 +75,13 @@ class GatewayProcess:
         if self._server is None or self._gateway is None:
             return True
         self._server.begin(self._server.stop_jobs())
-        return self._server.begin(self._gateway.drain(timeout_s)).result(timeout_s + 1.0)
+        drained = self._server.begin(self._gateway.drain(timeout_s)).result(timeout_s + 1.0)
+        self._spans.flush(FLUSH_S)
+        return drained
 
     def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:
         config = self._spec.config
+        self._spans = open_sink(config, self._spec.process_name, self._clock)
         return Gateway(
             GatewayCore(
                 config.gateway,
@@ -89,10 +95,12 @@ class GatewayProcess:
             ),
             model,
             io.post,
-            MonotonicClock(),
+            self._clock,
             version=version("baton-pd"),
             stuck_after_s=config.liveness.engine_stuck_after_s,
             workers=self._workers(io),
+            spans=self._spans,
+            name=self._spec.worker,
         )
 
     def _on_event(self, event: object) -> None:

@@ -20,21 +20,25 @@ from typing import Protocol, cast, final
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from baton.common.clock import Clock
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import NO_SESSION, RequestId, SessionId, WorkerId
 from baton.common.kv.layout import Component
-from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Timeline, TokenLogprob
+from baton.common.messages import Failure, Heartbeat, Load, Member, SamplingParams, Submit, Timeline, TokenLogprob
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.trace import ProcessTrace
+from baton.common.tracing import NOBODY, SpanSink
+from baton.deploy.accounts import CURRENT, Account, failed
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
 from baton.deploy.recent import RecentBook, SlowRequest
 from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
+from baton.deploy.tracing import AnswerSpans, answered_attributes, asked_attributes
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
 
 DRAINING_RETRY_AFTER_S = 1.0
@@ -113,9 +117,10 @@ AnswerEvent = AnswerDelta | AnswerEnd
 class _Running:
     """One answer in the making: the core's effects for it, until they are taken."""
 
-    __slots__ = ("_arrived", "_filled")
+    __slots__ = ("_arrived", "_filled", "spans")
 
-    def __init__(self) -> None:
+    def __init__(self, spans: AnswerSpans | None) -> None:
+        self.spans = spans
         self._arrived: deque[TokensArrived | RequestEnded] = deque()
         self._filled = asyncio.Event()
 
@@ -155,10 +160,14 @@ class Gateway:
         version: str,
         stuck_after_s: float,
         workers: Workers | None = None,
+        spans: SpanSink = NOBODY,
+        name: str = "gateway",
     ) -> None:
         """Must be made on the loop that it shall run on."""
         self.model = model
         self.metrics = GatewayMetrics(model.name)
+        self.spans = spans
+        self._name = name
         self._core = core
         self._post = post
         self._clock = clock
@@ -219,10 +228,20 @@ class Gateway:
     def _dispatch(self, effects: list[GatewayEffect]) -> None:
         for effect in effects:
             if isinstance(effect, SendTo):
-                self._post(effect)
+                self._post(self._traced(effect))
             elif (running := self._running.get(effect.request_id)) is not None:
                 running.put(effect)
         self._set_timer()
+
+    def _traced(self, effect: SendTo) -> SendTo:
+        """The core knows nothing of traces: a worker is told here under which span its own belong."""
+        if not isinstance(effect.body, Submit):
+            return effect
+        running = self._running.get(effect.body.request_id)
+        if running is None or running.spans is None:
+            return effect
+        told = running.spans.placed(effect.body, effect.worker, self._clock.now())
+        return structs.replace(effect, body=told)
 
     def _set_timer(self) -> None:
         """One timer, for the earliest deadline. A deadline that moved away costs one early call, no more."""
@@ -253,11 +272,12 @@ class Gateway:
         if self._draining:
             reason = "this gateway is shutting down"
             raise RequestError(ErrorCode.DRAINING, reason, retry_after_s=DRAINING_RETRY_AFTER_S)
-        self._running[request_id] = running = _Running()
+        account, arrived_s = CURRENT.get(), self._clock.now()
+        self._running[request_id] = running = _Running(_spans_of(account, request_id, arrived_s))
         self._idle.clear()
-        outcome = "cancelled"
+        outcome, error_code = "cancelled", str(ErrorCode.CANCELLED)
+        end: AnswerEnd | None = None
         try:
-            arrived_s = self._clock.now()
             ids = np.asarray(prompt, dtype=np.int32)
             self._dispatch(
                 self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner, priority)
@@ -265,13 +285,16 @@ class Gateway:
             async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
                 async for event in events:
                     if isinstance(event, AnswerEnd):
-                        outcome = event.finish_reason
-                        self._account(request_id, event)
+                        end, outcome, error_code = event, event.finish_reason, ""
+                        self._account(request_id, event, account)
                     yield event
         except RequestError as error:
-            outcome = str(error.code)
+            outcome = error_code = str(error.code)
+            failed(outcome)
             raise
         finally:
+            if running.spans is not None:
+                self._tell_spans(running.spans, sampling, end, error_code)
             del self._running[request_id]
             self._dispatch(self._core.cancel(request_id, self._clock.now()))  # nothing to do when it has ended
             self.metrics.ended(outcome)
@@ -293,6 +316,8 @@ class Gateway:
                 continue  # the core has not told its end yet; what came in between is behind the stop string
             if ttft_s is None:
                 ttft_s = now - arrived_s
+                if running.spans is not None:
+                    running.spans.first_token(now)
             self.metrics.tokens(len(event.tokens), now - last_s, first=completion_tokens == 0)
             self._recent.tokens(now, len(event.tokens), now - last_s, first=completion_tokens == 0)
             last_s = now
@@ -320,8 +345,27 @@ class Gateway:
             timeline=event.timeline or Timeline(),
         )
 
-    def _account(self, request_id: RequestId, end: AnswerEnd) -> None:
+    def _tell_spans(self, answer: AnswerSpans, sampling: SamplingParams, end: AnswerEnd | None, error: str) -> None:
+        attributes = asked_attributes(self.model.name, sampling)
+        if end is not None:
+            attributes |= answered_attributes(
+                self.model.name, end.finish_reason, end.prompt_tokens, end.completion_tokens, end.timeline
+            )
+        for span in answer.ended(self._clock.now(), error, self.model.name, attributes):
+            self.spans.tell(span)
+
+    def _account(self, request_id: RequestId, end: AnswerEnd, account: Account | None) -> None:
         timeline = end.timeline
+        if account is not None:
+            account.answered(
+                end.finish_reason,
+                end.prompt_tokens,
+                end.completion_tokens,
+                end.ttft_s,
+                end.total_s,
+                end.placements,
+                timeline,
+            )
         self.metrics.finished(timeline, end.total_s)
         self._recent.finished(
             self._clock.now(),
@@ -392,7 +436,8 @@ class Gateway:
             if self._clock.now() - self._asked_at_s >= METRICS_AGE_S:
                 self._of_workers = await self.workers.metrics()
                 self._asked_at_s = self._clock.now()
-        return self.metrics.page(len(self._running), self._seen(), self._of_workers)
+        own = {self._name: WorkerMetrics(trace_spans=self.spans.counts())} if self.spans.takes else {}
+        return self.metrics.page(len(self._running), self._seen(), {**self._of_workers, **own})
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]
@@ -452,9 +497,10 @@ class Gateway:
         return True
 
 
-def new_request_id() -> RequestId:
-    """Ours, never a client's."""
-    return RequestId(secrets.token_hex(12))
+def _spans_of(account: Account | None, request_id: RequestId, arrived_s: float) -> AnswerSpans | None:
+    if account is None or not account.beginning.context:
+        return None
+    return AnswerSpans(account.beginning, request_id, arrived_s)
 
 
 def _delta(event: TokensArrived, piece: Piece) -> AnswerDelta:

@@ -26,10 +26,10 @@ from starlette.exceptions import HTTPException
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
-from baton.common.log import EventLog
 from baton.deploy import web_page
+from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, current_request_id, failed
 from baton.deploy.chrome_trace import chrome_trace
-from baton.deploy.gateway_shell import Gateway, new_request_id
+from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
@@ -48,11 +48,9 @@ from baton.deploy.responses_answers import prepare_response, respond, respond_st
 from baton.deploy.responses_api import ResponsesRequest, parse_responses_request
 from baton.deploy.tokenize_api import DetokenizeRequest, TokenizeChat, TokenizePrompt, detokenize, tokenize
 
-CLIENT_CLOSED_REQUEST = 499
 MAX_TRACE_S = 60.0
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-_log = EventLog("baton.http")
 ResultT = TypeVar("ResultT")
 _Answer = Callable[[bytes, str, str], Coroutine[Any, Any, Response]]
 """Of a body, under our name for the request, to whoever asks."""
@@ -127,22 +125,21 @@ class HttpApi:
     def _generation(self, path: str, answer: _Answer) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             """An answer, or, with `stream`, server-sent events."""
-            request_id, owner, key = new_request_id(), owner_of(request), request.headers.get("idempotency-key")
+            request_id, owner, key = current_request_id(), owner_of(request), request.headers.get("idempotency-key")
             try:
                 body = await self._read_body(request)
 
                 async def respond() -> Response:
                     response = await answer(body, request_id, owner)
-                    response.headers["X-Request-Id"] = request_id
+                    response.headers["X-Baton-Request-Id"] = request_id
                     return response
 
                 work = respond() if key is None else self._keyed.respond(owner, path, key, body, respond)
                 response = await _unless_gone(request, work)
             except RequestError as error:
-                response = error_response(error)
+                response = _refused(error)
             except _ClientGone:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
-            response.headers.setdefault("X-Request-Id", request_id)
             self._gateway.metrics.http(path, response.status_code)
             return response
 
@@ -247,7 +244,7 @@ class HttpApi:
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return error_response(error)
+        return _refused(error)
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the API's own error shape."""
@@ -263,9 +260,13 @@ class HttpApi:
         return error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))
 
     async def internal_error(self, request: Request, error: Exception) -> Response:
-        """A bug in the gateway. The client gets a clear answer; the traceback goes to the log."""
-        _log.error("request_failed", path=request.url.path, error=repr(error)[:500])
+        """A bug in the gateway. The client gets a clear answer; where it happened goes to the log (`accounts.py`)."""
         return error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
+
+
+def _refused(error: RequestError) -> Response:
+    failed(str(error.code))
+    return error_response(error)
 
 
 async def _streaming(events: AsyncGenerator[bytes, None]) -> Response:

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import uvicorn
 
+from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
+from baton.deploy.accounts import Accounting
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
 from baton.deploy.jobs.service import JobService
@@ -82,7 +84,7 @@ class GatewayServer:
         api = HttpApi(gateway, jobs.api, keyed, settings.max_body_bytes, settings.request_timeout_s)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                api.app(),
+                Accounting(api.app(), MonotonicClock(), gateway.spans, self._config.tracing.sample_ratio),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -14,6 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.messages import Timeline
+from baton.deploy.stages import stages_of
 
 HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -281,12 +282,9 @@ def usage_of(prompt_tokens: int, completion_tokens: int, timelines: list[Timelin
 def server_timing(extension: BatonExtension) -> str:
     """A `Server-Timing` header: browsers and proxies show it."""
     timeline = extension.timeline
-    parts = [
-        ("queue", timeline.queue_s),
-        ("handoff", timeline.handoff_s),
-        ("prefill", timeline.prefill_s),
-        ("transfer", timeline.transfer_s),
-        ("decode", timeline.decode_s),
-        ("total", extension.total_s),
-    ]
-    return ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in parts)
+    parts = [f"{name};dur={seconds * 1000:.1f}" for name, seconds in stages_of(timeline).items()]
+    if timeline.lane:  # no setting or client chooses these words: they need no quoting
+        parts.append(f'moved;desc="{timeline.transfer_bytes} bytes by {timeline.lane}"')
+    if extension.ttft_s is not None:
+        parts.append(f"ttft;dur={extension.ttft_s * 1000:.1f}")
+    return ", ".join([*parts, f"total;dur={extension.total_s * 1000:.1f}"])

@@ -71,6 +71,7 @@ class WorkerCollector(Collector):
         yield from _load_families([one for one in self.seen if one.role in ("prefill", "decode")])
         yield from _flow_families(self.metrics)
         yield _slots(self.metrics)
+        yield _spans(self.metrics)
         yield from _tier_families(self.metrics)
 
     def describe(self) -> Iterator[Metric]:
@@ -123,6 +124,17 @@ def _flow_families(workers: Mapping[str, WorkerMetrics]) -> Iterator[Metric]:
                 buckets = list(zip(_BOUNDS, accumulate(found.counts), strict=True))
                 histogram.add_metric(labels, buckets, found.total_s)
         yield histogram
+
+
+def _spans(workers: Mapping[str, WorkerMetrics]) -> Metric:
+    spans = CounterMetricFamily(
+        "baton_trace_spans", "OpenTelemetry spans: sent, dropped for want of room, failed at the collector.",
+        labels=["worker", "outcome"],
+    )  # fmt: skip
+    for worker, metrics in workers.items():
+        for outcome, count in metrics.trace_spans.items():
+            spans.add_metric([worker, outcome], count)
+    return spans
 
 
 def _slots(workers: Mapping[str, WorkerMetrics]) -> Metric:

@@ -159,7 +159,7 @@ class PrefillCore:
         if kept is not None:
             self._end(kept)  # asked for something else: what it has of that is in the prefix tree
         self._numbers += 1
-        request = SourceRequest(self._numbers, offer)
+        request = SourceRequest(self._numbers, offer, now)
         self._requests[offer.key] = request
         if self._draining:
             self._give_up(request, ErrorCode.DRAINING, "this worker is shutting down")
@@ -216,6 +216,7 @@ class PrefillCore:
         """It goes on as if nothing had happened."""
         assert isinstance(request.state, Kept), request
         request.offer = offer
+        request.queued_s = 0.0
         self._requests[offer.key] = request
         self._deadlines.set(offer.key, offer.deadline_s)
         self._prefill(request)
@@ -286,6 +287,7 @@ class PrefillCore:
                 return
             self._queue.pop(0)
             request.cached_tokens = promised.prefix_len
+            request.queued_s = now - request.arrived_s
             asked = None if request.scored else self._returns.begin(request, now)
             if asked is not None:
                 request.state = Returning()

@@ -76,13 +76,27 @@ class SourceRequest:
     """A `KvHolder`. `offer` is the newest one that it serves. `first_token` and `logprob` once its last position was
     computed, when they were asked for; `scores` are of the prompt's own tokens, chunk by chunk."""
 
-    __slots__ = ("cached_tokens", "first_token", "kv", "logprob", "number", "offer", "prefill_s", "scores", "state")
+    __slots__ = (
+        "arrived_s",
+        "cached_tokens",
+        "first_token",
+        "kv",
+        "logprob",
+        "number",
+        "offer",
+        "prefill_s",
+        "queued_s",
+        "scores",
+        "state",
+    )
 
-    def __init__(self, number: int, offer: OfferReceived) -> None:
+    def __init__(self, number: int, offer: OfferReceived, arrived_s: float) -> None:
         self.number = number  # this engine's name for it in a batch
         self.offer = offer
         self.kv: ReqKvInfo | None = None
         self.state: State = Queued()
+        self.arrived_s = arrived_s
+        self.queued_s = 0.0  # of the offer that it serves
         self.prefill_s = 0.0
         self.cached_tokens = 0
         self.first_token = -1

@@ -78,7 +78,8 @@ class Shipping:
             found = max(0, request.cached_tokens - request.offer.start)
             token, logprob = (request.first_token, request.logprob) if request.offer.sample else (-1, None)
             scores = join_chunks(request.scores) if request.scored else None
-            self._ship(FinishSource(key, PrefillResult(token, logprob, request.prefill_s, found, scores)))
+            result = PrefillResult(token, logprob, request.prefill_s, found, scores)
+            self._ship(FinishSource(key, result, request.queued_s))
             request.state = HandingOff()
 
     def _ship_the_rest(self, request: SourceRequest) -> None:

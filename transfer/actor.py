@@ -89,7 +89,7 @@ class ProcessActor:
         register_process(spec.run_dir, spec.name)
         die_with_parent()
         spec = replace(spec, config=at_this_node(spec.config))
-        configure_logging(spec.name, spec.config.log_level)
+        configure_logging(spec.process_name, spec.config.logging)
         self._role = spec.role
         self._draining = False
         self._admission_timeout_s = spec.config.liveness.start_deadline_s

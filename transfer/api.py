@@ -22,6 +22,7 @@ from baton.common.ids import HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.messages import Failure, SamplingParams, TokenLogprob
 from baton.common.prompt_logprobs import PromptLogprobs
+from baton.common.spans import NOT_TRACED
 
 I32 = npt.NDArray[np.int32]
 
@@ -61,6 +62,7 @@ class OpenSink(Struct, frozen=True):
     sampling: SamplingParams
     deadline_s: float  # on the local clock
     priority: int = 0  # smaller is sooner
+    trace: str = NOT_TRACED  # `baton.common.spans`
 
 
 class AbortSink(Struct, frozen=True):
@@ -93,6 +95,7 @@ class SinkCommitted(Struct, frozen=True):
     lane: str
     transfer_s: float
     scatter_s: float
+    landed_s: float  # when, on the local clock
 
 
 class SinkFailed(Struct, frozen=True):
@@ -124,6 +127,7 @@ class OfferReceived(Struct, frozen=True):
     deadline_s: float  # on the local clock
     priority: int = 0  # smaller is sooner
     lane_gbps: float = 0.0  # what the receiver has measured on the lane; 0.0: nothing yet
+    trace: str = NOT_TRACED
 
 
 class SourceReleased(Struct, frozen=True):
@@ -169,10 +173,12 @@ class ShipRegion(Struct, frozen=True):
 
 
 class FinishSource(Struct, frozen=True):
-    """Every segment was shipped to its end; `result` goes with the Done message."""
+    """Every segment was shipped to its end; `result` goes with the Done message. `queued_s`: since the offer came,
+    until pages were promised."""
 
     key: HandoffKey
     result: PrefillResult
+    queued_s: float = 0.0
 
 
 class AbortSource(Struct, frozen=True):

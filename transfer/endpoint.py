@@ -295,6 +295,7 @@ class Endpoint:
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),
             tag_base=self._first_tag + self._tags_used,
             priority=command.priority,
+            trace=command.trace,
         )
         if peer is None:  # it left while the command was on its way
             failure = Failure(code=ErrorCode.NO_WORKER, reason=f"{command.peer} is not in the cluster")
@@ -359,6 +360,7 @@ class Endpoint:
             terms.deadline_s,
             priority=offer.priority,
             lane_gbps=offer.lane_gbps,
+            trace=offer.trace,
         )
         return self._sources.open(offer.key, source.accept_offer(terms, offer.credit, received), now)
 

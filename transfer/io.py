@@ -29,7 +29,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.guiding import Guides
 from baton.common.engine.loop import end_process
-from baton.common.errors import BatonError
+from baton.common.errors import BatonError, ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog
 from baton.common.messages import (
@@ -48,11 +48,14 @@ from baton.common.messages import (
     ProbeReady,
     Reject,
 )
+from baton.common.spans import trace_id_of
 from baton.common.trace import Recorder
+from baton.common.tracing import NOBODY, SpanSink
 from baton.transfer.api import SinkCommand, SourceCommand
 from baton.transfer.compiling import Compiling
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
 from baton.transfer.endpoint import Endpoint
+from baton.transfer.handoff_spans import handoff_spans
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
 from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
@@ -128,12 +131,14 @@ class IoThread:
         lanes: LaneFactory = build_lanes,
         mesh: MeshFactory = Mesh,
         guides: Guides | None = None,
+        spans: SpanSink = NOBODY,
     ) -> None:
         self._stamp = stamp
         self._deliver = deliver
         self._load = load
         self._clock = clock or MonotonicClock()
         self._on_fatal = on_fatal
+        self._spans = spans
         self._hears_loads = role == "gateway"
         self._roster = Roster(stamp, role, config.liveness, self._clock.now())
         self._mesh = mesh(stamp, config.bind_host, keys)
@@ -165,6 +170,8 @@ class IoThread:
         self._rejected: NotAdmitted | None = None
         self._was_listed = False
         self._snapshot = self._take_snapshot(self._clock.now())
+        if self._hand_offs is not None:
+            self._hand_offs.endpoint.ledger.on_ended = self._on_handoff_ended
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
 
     # ------------------------------------------------------------------------------ from any thread
@@ -408,6 +415,23 @@ class IoThread:
                 case _:
                     for event in self._hand_offs.data.execute(effect, now):
                         waiting.extend(self._hand_offs.endpoint.on_data(event, now))
+
+    def _on_handoff_ended(self, times: HandoffTimes) -> None:
+        if times.code:
+            log = _log.info if times.code == ErrorCode.CANCELLED else _log.warning
+            log(
+                "handoff_failed",
+                request=times.request_id,
+                trace=trace_id_of(times.trace),
+                handoff=times.handoff,
+                direction=times.direction,
+                peer=times.peer,
+                lane=times.lane,
+                code=times.code,
+                bytes=times.nbytes,
+            )
+        for span in handoff_spans(times):
+            self._spans.tell(span)
 
     def _publish(self, now: float) -> None:
         snapshot = self._take_snapshot(now)

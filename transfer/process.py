@@ -22,6 +22,7 @@ from pathlib import Path
 from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.log import ProcessName
 from baton.transfer.mesh import ClusterKeys
 
 _PR_SET_PDEATHSIG = 1
@@ -43,8 +44,13 @@ class ProcessSpec:
 
     @property
     def name(self) -> str:
-        """Of the Ray actor, of the pid record and in the logs."""
+        """Of the Ray actor and of the pid record."""
         return actor_name(self.worker, self.incarnation)
+
+    @property
+    def process_name(self) -> ProcessName:
+        """In logs and traces."""
+        return ProcessName(self.worker, self.role, self.incarnation)
 
     def new_stamp(self) -> Stamp:
         """Called once per process: the epoch is random."""

@@ -11,6 +11,7 @@ from msgspec import Struct
 from baton.common.histogram import LATENCY_BOUNDS_S
 from baton.common.kv.layout import Component
 from baton.common.messages import Load
+from baton.common.spans import NOT_TRACED
 
 Direction = Literal["in", "out"]
 """Of KV, seen from the worker that tells: a decode worker receives, a prefill worker sends."""
@@ -91,15 +92,20 @@ class HandoffTimes(Struct, frozen=True, kw_only=True):
     damaged_regions: int = 0
     stalls: int = 0
     stall_s: float = 0.0
+    queued_s: float | None = None  # out: of its prompt, until its engine had pages for it; None: it did not come so far
+    scatter_s: float = 0.0  # in: writing regions into pages
+    code: str = ""  # why it failed, for programs
+    trace: str = NOT_TRACED
 
 
 class WorkerMetrics(Struct, frozen=True, kw_only=True):
     """What is scraped of a worker, cheap to tell. `slots`: staging slots by ring ("receive", "send") and state ("free",
-    "reserved", "leased"); `tiers`: as the tier thread counts them."""
+    "reserved", "leased"); `tiers`: as the tier thread counts them; `trace_spans`: sent to a collector, and lost."""
 
     flows: tuple[Flow, ...] = ()
     slots: dict[str, dict[str, int]] = {}
     tiers: dict[str, int] = {}
+    trace_spans: dict[str, int] = {}
 
 
 class LaneReport(Struct, frozen=True, kw_only=True):

@@ -39,7 +39,9 @@ from baton.common.kv.tiers.thread import TierThread
 from baton.common.kv.tiers.tiers import Tiers, open_tiers
 from baton.common.kv.transitions import TransitionLog
 from baton.common.log import EventLog
+from baton.common.spans import TracedSpan
 from baton.common.trace import ProcessTrace, Recorder
+from baton.common.tracing import FLUSH_S, SpanSink, open_sink
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.copying import load_copies
 from baton.transfer.io import IoThread
@@ -79,6 +81,7 @@ class _Loaded:
     engine: EngineLoop
     io: IoThread
     tiers: TierThread | None
+    spans: SpanSink
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
@@ -175,6 +178,7 @@ class WorkerProcess:
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
         core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys)
         checker = InvariantChecker()
+        spans = open_sink(config, spec.process_name, self._clock)
 
         def check() -> None:
             checker.check(pool, core.holdings())
@@ -190,6 +194,7 @@ class WorkerProcess:
             load=lambda: engine.load(),
             clock=self._clock,
             guides=runner.guides,
+            spans=spans,
         )
         tiers = None
         if levels is not None:
@@ -203,14 +208,16 @@ class WorkerProcess:
             )
 
         def post(effect: object) -> None:
-            if isinstance(effect, TierCommand):
+            if isinstance(effect, TracedSpan):
+                spans.tell(effect)
+            elif isinstance(effect, TierCommand):
                 assert tiers is not None, effect
                 tiers.post(effect)
             else:
                 io.post(effect)
 
         engine = EngineLoop(core, runner, post, self._clock, check=check)
-        self._loaded = _Loaded(pool, core, engine, io, tiers)
+        self._loaded = _Loaded(pool, core, engine, io, tiers, spans)
         return io
 
     def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
@@ -290,6 +297,7 @@ class WorkerProcess:
             flows=loaded.io.flows().result(CALL_TIMEOUT_S),
             slots={ring: dict(zip(SLOT_STATES, counts, strict=True)) for ring, counts in rings.items()},
             tiers=loaded.tiers.counters() if loaded.tiers is not None else {},
+            trace_spans=loaded.spans.counts(),
         )
 
     def handoffs(self) -> list[HandoffTimes]:
@@ -324,7 +332,9 @@ class WorkerProcess:
         if self._loaded is None:
             return True
         self._loaded.engine.deliver(Drain())
-        return self._loaded.engine.wait_idle(timeout_s)
+        idle = self._loaded.engine.wait_idle(timeout_s)
+        self._loaded.spans.flush(FLUSH_S)
+        return idle
 
     @property
     def _running(self) -> _Loaded:

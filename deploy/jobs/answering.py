@@ -11,8 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.log import EventLog
-from baton.deploy.gateway_shell import Gateway, new_request_id
+from baton.common.log import EventLog, where_of
+from baton.deploy.accounts import new_request_id
+from baton.deploy.gateway_shell import Gateway
 from baton.deploy.jobs.records import ClaimedLine
 from baton.deploy.jobs.runner import Reply
 from baton.deploy.json_bodies import refusal
@@ -48,7 +49,7 @@ class LineAnswerer:
             http = http_error(error)
             return Reply(request_id, http.status, encode(http.reply), retry_after_s=error.retry_after_s)
         except Exception as error:  # noqa: BLE001 - the top frame of a request: a bug in it is not the other lines' end
-            _log.error("line_failed", batch=line.batch_id, line=line.line, error=repr(error)[:500])
+            _log.error("line_failed", request=request_id, batch=line.batch_id, line=line.line, where=where_of(error))
             reason = "the gateway failed on this request; its log says why"
             return Reply(request_id, 500, encode(http_error(RequestError(ErrorCode.INTERNAL, reason)).reply))
         return Reply(request_id, 200, body, input_tokens, output_tokens)

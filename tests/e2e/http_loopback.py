@@ -38,6 +38,7 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.common.prompt_logprobs import PromptLogprobs
+from baton.common.tracing import NOBODY, SpanSink
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_server import GatewayServer
@@ -190,6 +191,7 @@ def serving(
     jobs: Mapping[str, int] = {},
     keys: Mapping[str, float] = {},
     max_model_len: int = MAX_MODEL_LEN,
+    spans: SpanSink = NOBODY,
     **settings: float,
 ) -> Iterator[Served]:
     """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's."""
@@ -204,7 +206,7 @@ def serving(
 
     def make_gateway() -> Gateway:
         core = GatewayCore(config.gateway, config.transfer, config.liveness, max_model_len)
-        return Gateway(core, model, worker.post, MonotonicClock(), version="0.0.test", stuck_after_s=1.0)
+        return Gateway(core, model, worker.post, MonotonicClock(), version="0.0.test", stuck_after_s=1.0, spans=spans)
 
     store = JobStore(SqliteDatabase(Path(":memory:")))
     server = GatewayServer(open_listener("127.0.0.1", 0), config, store, make_gateway)

@@ -203,11 +203,30 @@ def test_where_the_time_went_comes_with_the_answer(served: Served) -> None:
     assert not any("baton" in event for event in events(streamed)[:-1])
 
 
-def test_a_clients_request_id_is_not_ours(served: Served) -> None:
-    response = served.http.post(
-        "/v1/completions", json={"model": "fake", "prompt": "x"}, headers={"X-Request-Id": "mine"}
-    )
-    assert response.headers["X-Request-Id"] != "mine"
+def test_a_clients_request_id_is_returned_and_never_used_as_ours(served: Served) -> None:
+    def ask(name: str) -> httpx.Response:
+        body = {"model": "fake", "prompt": "x"}
+        return served.http.post("/v1/completions", json=body, headers={"X-Request-Id": name})
+
+    twice = [ask("job-7") for _ in range(2)]
+    assert [response.headers["X-Request-Id"] for response in twice] == ["job-7", "job-7"]
+    ours = [response.headers["X-Baton-Request-Id"] for response in twice]
+    assert ours == [response.json()["baton"]["request_id"] for response in twice]
+    assert len({*ours, "job-7"}) == 3
+    for name in ("", "a b", "x" * 129, "<script>"):
+        refused = ask(name)
+        assert refused.headers["X-Request-Id"] == refused.headers["X-Baton-Request-Id"]
+    assert served.http.get("/version", headers={"X-Request-Id": "mine"}).headers["X-Request-Id"] == "mine"
+
+
+def test_server_timing_has_every_stage(served: Served) -> None:
+    timing = post(served, "/v1/completions", prompt="hi there").headers["Server-Timing"]
+    stages = {part.partition(";")[0] for part in timing.split(", ")}
+    assert stages == {
+        "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
+        "moved", "ttft", "total",
+    }  # fmt: skip
+    assert 'moved;desc="4096 bytes by local"' in timing
 
 
 def test_an_absent_seed_is_drawn_and_a_given_one_is_used(served: Served) -> None:

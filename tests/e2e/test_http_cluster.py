@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
+from otlp_receiver import Received, Receiver, receiving, tree
 
 from baton.client import AsyncClient, Client
 from baton.common.engine.fake_runner import fake_answer
@@ -56,10 +58,17 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_session: str) -> Iterator[Cluster]:
+def collector() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_session: str, collector: Receiver) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", "0"]
     command += ["--ray-address", ray_session]
     command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]
+    command += ["--set", f"tracing.endpoint={collector.url}", "--set", "tracing.sample_ratio=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         yield wait_until_served(process)
@@ -117,6 +126,74 @@ def test_answers_are_right_and_were_handed_over(client: Client, cluster: Cluster
         assert timeline.lane
         assert answer.prompt_tokens == length >= answer.cached_tokens
     assert cluster.settle(client)
+
+
+def traced(cluster: Cluster, trace_id: str, **body: object) -> httpx.Response:
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01", "tracestate": "vendor=1", "X-Request-Id": "mine"}
+    return httpx.post(f"{cluster.url}/v1/completions", json={"model": "fake", **body}, headers=headers, timeout=60)
+
+
+def test_a_traced_request_is_one_tree_over_all_processes(cluster: Cluster, collector: Receiver) -> None:
+    trace_id, prompt = "4bf92f3577b34da6a3ce929d0e0e4736", "traced from end to end " * 40
+    answer = traced(cluster, trace_id, prompt=prompt, max_tokens=8, temperature=0, ignore_eos=True)
+    timeline = answer.json()["baton"]["timeline"]
+    decode, prefill = timeline["decode_worker"], timeline["prefill_worker"]
+
+    def complete(spans: list[Received]) -> bool:
+        names = [(span.name, span.worker) for span in spans]
+        return {("POST /v1/completions", "gateway-0"), ("transfer", prefill), ("scatter", decode)} <= {*names} and (
+            "decode_worker",
+            decode,
+        ) in names
+
+    spans = collector.wait(trace_id, complete, SETTLE_S)
+    assert tree(spans) == {
+        "POST /v1/completions @gateway-0": {
+            "text_completion fake @gateway-0": {
+                "queue @gateway-0": {},
+                "first_token @gateway-0": {},
+                "placement @gateway-0": {
+                    f"decode_worker @{decode}": {
+                        f"queue @{decode}": {},
+                        f"handoff @{decode}": {
+                            f"staging @{decode}": {},
+                            f"prefill_worker @{prefill}": {
+                                f"queue @{prefill}": {},
+                                f"prefill @{prefill}": {},
+                                f"transfer @{prefill}": {},
+                            },
+                            f"transfer @{decode}": {f"scatter @{decode}": {}},
+                        },
+                        f"decode_queue @{decode}": {},
+                        f"decode @{decode}": {},
+                    }
+                },
+            }
+        }
+    }
+    by_name = {(span.name, span.worker): span for span in spans}
+    root = by_name["POST /v1/completions", "gateway-0"]
+    assert (root.parent, root.state) == ("00f067aa0ba902b7", "vendor=1")
+    assert answer.headers["traceparent"] == f"00-{trace_id}-{root.span_id}-01"
+    assert root.attributes["baton.client_request_id"] == answer.headers["X-Request-Id"] == "mine"
+    asked = by_name["text_completion fake", "gateway-0"].attributes
+    assert asked["gen_ai.usage.input_tokens"] == len(prompt)
+    assert asked["gen_ai.usage.output_tokens"] == 8
+    assert asked["gen_ai.response.finish_reasons"] == ("length",)
+    moved = by_name["transfer", decode].attributes
+    assert moved["baton.transfer.bytes"] == timeline["transfer_bytes"]
+    assert moved["baton.lane"] == timeline["lane"]
+    assert all(span.error == "" for span in spans)
+    assert all(root.begin_ns - 5e6 <= span.begin_ns <= span.end_ns <= root.end_ns + 1e9 for span in spans)
+
+
+def test_who_is_not_sampled_is_not_traced(cluster: Cluster, collector: Receiver) -> None:
+    assert (
+        "traceparent"
+        not in httpx.post(
+            f"{cluster.url}/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": 1}, timeout=60
+        ).headers
+    )
 
 
 def test_a_seed_gives_the_same_answer_again(client: Client) -> None:

@@ -406,13 +406,21 @@ class Rig:
                     self._ship(effect)
                 case FinishSource(key, result) if key in self.returns:
                     del self.returns[key]
-                    self.run(self.prefill.handle(SinkCommitted(key, DECODE.worker, result, 1, "test", 0.1, 0.01)))
+                    self.run(
+                        self.prefill.handle(
+                            SinkCommitted(key, DECODE.worker, result, 1, "test", 0.1, 0.01, self.prefill.now)
+                        )
+                    )
                     self.run(self.decode.handle(SourceReleased(key)))
                 case FinishSource(key, result):
                     handoff = self.handoffs.pop(key)
                     assert handoff.sent == list(handoff.segments)
                     self._compare(handoff)
-                    self.run(self.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.01)))
+                    self.run(
+                        self.decode.handle(
+                            SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.01, self.decode.now)
+                        )
+                    )
                     self.run(self.prefill.handle(SourceReleased(key)))
                 case AbortSource(key, failure):
                     self.end(key, failure)

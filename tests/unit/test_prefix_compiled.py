@@ -27,8 +27,9 @@ from baton.common.native import BuildError, built
 SCRIPT = textwrap.dedent("""
     from baton.common.kv.layout import KvLayout
     from baton.common.kv.prefix.configurations import make_prefix_cache
-    from baton.common.log import configure_logging
-    configure_logging("test", "info")
+    from baton.common.config import LoggingConfig
+    from baton.common.log import ProcessName, configure_logging
+    configure_logging(ProcessName("test", "test"), LoggingConfig())
     made = [make_prefix_cache(name, KvLayout(4)) for name in ("radix", "RadixCacheCpp", "radix")]
     print(*{type(one).__name__ for one in made})
 """)

@@ -70,7 +70,7 @@ def returning(known: int = 16, mode: KvReturn = "on") -> tuple[Engine, OpenSink]
 
 
 def committed(asked: OpenSink) -> SinkCommitted:
-    return SinkCommitted(asked.key, asked.peer, PrefillResult(-1, None, 0.0, 0), 1, "test", 0.01, 0.001)
+    return SinkCommitted(asked.key, asked.peer, PrefillResult(-1, None, 0.0, 0), 1, "test", 0.01, 0.001, 0.0)
 
 
 def failed(asked: OpenSink, landed: int, failure: Failure = BROKEN) -> SinkFailed:
@@ -280,7 +280,7 @@ def test_a_hand_off_that_ends_first_waits_for_its_return(how: str) -> None:
         assert rig.gateway.finals["second"].failure is not None, "it is told at once"
     if how == "committed":
         result = PrefillResult(fake_generate(handoff.open.tokens, GREEDY, 1)[0], None, 0.0, 0)
-        assert not rig.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.0))
+        assert not rig.decode.handle(SinkCommitted(key, PREFILL.worker, result, 1, "test", 0.1, 0.0, 0.0))
     else:
         assert not rig.decode.handle(SinkFailed(key, PREFILL.worker, LOST, handoff.open.start, 0, "", peer_lost=True))
     assert rig.decode.step() is None

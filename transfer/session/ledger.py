@@ -10,11 +10,13 @@ times of REGIONS_KEPT regions in each, and one total per pair, lane and directio
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.common.histogram import LatencyHistogram
 from baton.common.ids import HandoffKey, WorkerId
 from baton.common.messages import Ack, Chunk, Commit, Done, Failure
+from baton.common.spans import NOT_TRACED
 from baton.common.trace import Args, Recorder
 from baton.transfer.api import (
     FinishSource,
@@ -109,6 +111,9 @@ class _Record:
     stall_s: float = 0.0
     stalled_since_s: float | None = None
     failure: Failure | None = None
+    trace: str = NOT_TRACED
+    queued_s: float | None = None  # at the source, until its engine had pages
+    scatter_s: float = 0.0
 
     def mark(self, what: str, now: float) -> None:
         """The first time that something happens."""
@@ -117,10 +122,12 @@ class _Record:
 
 
 class Ledger:
-    """Told of every step of every session; `trace` gets each region and hand-off that ends while it is set."""
+    """Told of every step of every session; `trace` gets each region and hand-off that ends while it is set, `on_ended`
+    the life of each hand-off that ended."""
 
     def __init__(self) -> None:
         self.trace: Recorder | None = None
+        self.on_ended: Callable[[HandoffTimes], None] | None = None
         self._totals: dict[tuple[WorkerId, str, Direction], _Total] = {}
         self._sinks: dict[HandoffKey, _Record] = {}
         self._sources: dict[HandoffKey, _Record] = {}
@@ -138,6 +145,7 @@ class Ledger:
             order = step.state.order
             total = self._total(order.peer.worker, "", "in")
             record = self._sinks[key] = _Record(key, order.request_id, order.total - order.start, now, total)
+            record.trace = order.trace
         match event:  # the frequent ones first
             case Chunk():
                 pass  # what follows from it is among the effects
@@ -166,7 +174,8 @@ class Ledger:
                     self._region_begun(record, effect.chunk.seq, effect.chunk.nbytes, now)
                 case FenceSink():
                     self._cut_short(record, now)
-                case EngineEvent(SinkCommitted()):
+                case EngineEvent(SinkCommitted(scatter_s=scatter_s)):
+                    record.scatter_s = scatter_s
                     record.mark("committed", now)
                     self._ended_well(self._sinks, record, now)
                 case EngineEvent(SinkFailed() as failed):
@@ -189,6 +198,7 @@ class Ledger:
             case ShipRegion():
                 record.mark("first computed", now)
             case FinishSource():
+                record.queued_s = event.queued_s
                 record.mark("all computed", now)
             case Commit() if isinstance(step.state, source.Releasing):
                 self._committed(record, now)
@@ -222,6 +232,7 @@ class Ledger:
         assert isinstance(offer, OfferReceived), offer
         total = self._total(terms.peer.worker, "", "out")
         record = self._sources[key] = _Record(key, offer.request_id, terms.total - offer.start, now, total)
+        record.trace = offer.trace
         self._takes_lane(record, terms.lane, now)
         return record
 
@@ -320,6 +331,8 @@ class Ledger:
         del records[record.key]
         record.mark("over", now)
         self._ended.append(record)
+        if self.on_ended is not None:
+            self.on_ended(_times(record))
         if self.trace is not None:
             total = record.total
             args: Args = {
@@ -413,4 +426,8 @@ def _times(record: _Record) -> HandoffTimes:
         damaged_regions=record.damaged_regions,
         stalls=record.stalls,
         stall_s=record.stall_s,
+        queued_s=record.queued_s,
+        scatter_s=record.scatter_s,
+        code="" if record.failure is None else str(record.failure.code),
+        trace=record.trace,
     )

@@ -163,6 +163,7 @@ def _commit_if_complete(state: Receiving, now: float) -> SinkStep:
         state.offer.lane,
         transfer_s=now - state.first_chunk_at_s,
         scatter_s=arrivals.scatter_s,
+        landed_s=now,
     )
     commit = to_peer(order, Commit(key=order.key))
     # The engine waits for this, the source only wants its pages back.
@@ -224,6 +225,7 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
         tag_base=order.tag_base,
         priority=order.priority,
         lane_gbps=prepared.lane_gbps,
+        trace=order.trace,
     )
 
 

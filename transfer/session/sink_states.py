@@ -18,6 +18,7 @@ from baton.common.messages import (
     Refuse,
     SamplingParams,
 )
+from baton.common.spans import NOT_TRACED
 from baton.transfer.api import AbortSink
 from baton.transfer.plan import Place, Segment, Span, count_units, most_regions, place_of
 from baton.transfer.session.effects import (
@@ -139,6 +140,7 @@ class SinkOrder(Struct, frozen=True):
     deadline_s: float
     tag_base: int
     priority: int = 0
+    trace: str = NOT_TRACED
 
     @property
     def total(self) -> int:
