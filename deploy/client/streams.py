@@ -14,7 +14,6 @@ import hashlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from itertools import count
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -85,9 +84,9 @@ class Asking:
             raise
 
     async def _tries(self) -> AsyncGenerator[str, None]:
-        given = ""
-        for attempt in count():
-            wait_s = pause_s(attempt)
+        given, tries = "", 0
+        while True:
+            before, wait_s = len(given), pause_s(tries)
             try:
                 async with aclosing(_behind(given, self._once())) as deltas:
                     async for text in deltas:
@@ -96,12 +95,15 @@ class Asking:
                 return
             except RequestError as error:
                 # Only refusals at the door carry a time to come back: nothing has been streamed then.
-                if attempt >= self._retries or error.code not in _RETRIED or error.retry_after_s is None:
+                if tries >= self._retries or error.code not in _RETRIED or error.retry_after_s is None:
                     raise
                 wait_s = error.retry_after_s
             except httpx.TransportError as error:
-                if attempt >= self._retries or not may_come_back(error):
+                if len(given) > before:  # it gets on: those before do not count
+                    tries, wait_s = 0, pause_s(0)
+                if tries >= self._retries or not may_come_back(error):
                     raise self._connection.unreachable(error) from error
+            tries += 1
             await asyncio.sleep(wait_s)
 
     async def _once(self) -> AsyncGenerator[str, None]:
