@@ -252,6 +252,7 @@ class ClusterConfig:
     cluster: str = "baton"  # names the Ray namespace; one per cluster of actors
     prefill: int = 1
     decode: int = 2
+    gateways: int = 1  # each serves HTTP by itself; those of one machine take ports one after the other
     bind_host: str = "127.0.0.1"  # the cluster interface: control and data sockets bind here; node: Ray's, of each node
     pin_cores: bool = True
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -269,6 +270,10 @@ class ClusterConfig:
     jobs: JobsConfig = field(default_factory=JobsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
+
+    def gateway_port(self, number: int) -> int:
+        """Of the gateway of this number, from 0 on: the same on all nodes where each has a node of its own."""
+        return self.gateway.port + (number if self.placement.resources == "cpu" else 0)
 
 
 ConfigT = TypeVar("ConfigT")
@@ -351,6 +356,8 @@ def validate(config: ClusterConfig) -> None:
         raise ConfigError("decode", config.decode, "at least one decode worker is needed: it answers the requests")
     if config.prefill < 0:
         raise ConfigError("prefill", config.prefill, "cannot be negative", "0 means: decode workers prefill themselves")
+    if config.gateways < 1:
+        raise ConfigError("gateways", config.gateways, "at least one is needed: clients talk to it")
     live = config.liveness
     if not 0 < live.heartbeat_interval_s < live.dead_after_s:
         raise ConfigError("liveness", dataclasses.asdict(live), "needs 0 < heartbeat_interval_s < dead_after_s")

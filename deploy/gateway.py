@@ -42,7 +42,8 @@ class GatewayProcess:
     def load(self, say: Progress) -> IoThread:
         """Raises ConfigError when the port is taken or the model cannot be read."""
         config = self._spec.config
-        listener = open_listener(config.gateway.host, config.gateway.port)
+        number = int(self._spec.worker.rpartition("-")[2])
+        listener = open_listener(config.gateway.host, config.gateway_port(number))
         store = open_store(config)
         say("loading the tokenizer")
         model = load_served_model(config)

@@ -87,9 +87,15 @@ class ClusterHandle:
 
     @property
     def gateway_url(self) -> str:
-        gateway = self.plan.config.gateway
-        host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
-        return f"http://{host}:{gateway.port}"
+        """Of the first gateway."""
+        return self.gateway_urls[0]
+
+    @property
+    def gateway_urls(self) -> tuple[str, ...]:
+        config = self.plan.config
+        host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
+        ports = [config.gateway_port(number) for number in range(config.gateways)]
+        return tuple(f"http://{host}:{port}" for port in dict.fromkeys(ports))
 
     def status(self, timeout_s: float = CALL_TIMEOUT_S) -> ControllerStatus:
         """Seats and members. A controller that is just being restarted is waited for."""
@@ -278,7 +284,7 @@ def launch(
         elif owns_ray:
             ray.shutdown()
         raise
-    on_progress(f"ready: {handle.gateway_url}")
+    on_progress(f"ready: {' '.join(handle.gateway_urls)}")
     return handle
 
 
@@ -303,9 +309,12 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     gateway = config.gateway
     if config.placement.resources == "role" and gateway.port:
         return config  # the gateway listens on another machine, perhaps
-    with open_listener(gateway.host, gateway.port) as probe:
-        port = probe.getsockname()[1]
-    return dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
+    with contextlib.ExitStack() as probes:
+        port: int = probes.enter_context(open_listener(gateway.host, gateway.port)).getsockname()[1]
+        found = dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
+        for number in range(1, config.gateways):
+            probes.enter_context(open_listener(gateway.host, found.gateway_port(number)))
+    return found
 
 
 def _policy(config: ClusterConfig) -> Policy | None:
@@ -389,8 +398,9 @@ def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
         number = roles[:index].count(role)
         spec = SeatSpec(WorkerId(f"{role}-{number}"), role)
         seats.append(Seat(spec=spec, cores=cores[index], place=place_of(role, config.placement)))
-    gateway = SeatSpec(WorkerId("gateway-0"), "gateway")
-    return (*seats, Seat(spec=gateway, cores=(), place=place_of("gateway", config.placement)))
+    place = place_of("gateway", config.placement)
+    specs = [SeatSpec(WorkerId(f"gateway-{number}"), "gateway") for number in range(config.gateways)]
+    return (*seats, *(Seat(spec=spec, cores=(), place=place) for spec in specs))
 
 
 def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:

@@ -96,7 +96,7 @@ def _show_how_to_ask(handle: ClusterHandle, console: Console) -> None:
     name = handle.plan.config.model.model
     if name != FAKE_MODEL:
         name = resolve_source(name).name
-    console.print(f"\nServing [bold]{name}[/] at [bold]{url}[/]   (Ctrl-C to stop)\n")
+    console.print(f"\nServing [bold]{name}[/] at [bold]{' '.join(handle.gateway_urls)}[/]   (Ctrl-C to stop)\n")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
     console.print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", markup=False)
     console.print(f'  baton run --url {url} "Say hello."\n', markup=False)
