@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
-from baton.deploy import web_page
+from baton.deploy import api_page, web_page
 from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, current_request_id, failed
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway
@@ -75,7 +75,7 @@ class HttpApi:
         self._bodies: tuple[type, ...] = ()  # of which the OpenAPI document has the schemas
 
     def app(self) -> FastAPI:
-        app = FastAPI(title="Baton", version=self._gateway.version, docs_url="/docs", redoc_url=None)
+        app = FastAPI(title="Baton", version=self._gateway.version, docs_url=None, redoc_url=None)
         app.openapi = partial(self._openapi, app)  # type: ignore[method-assign]  # as FastAPI documents it
         for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
             self._add_post(app, path, self._generation(path, partial(self._complete, kind)), kind)
@@ -95,6 +95,7 @@ class HttpApi:
             "/handoffs/{worker}": self.handoffs,
         }
         web_page.add_routes(app)
+        api_page.add_routes(app)
         self._bodies += self._jobs.add_routes(app)
         app.add_api_route("/v1/idempotency/{key:path}", self.forget_key, methods=["DELETE"])
         app.add_api_route("/trace", self.trace, methods=["POST"])

@@ -279,7 +279,7 @@ def test_the_openapi_document_has_the_bodies(served: Served) -> None:
         "minimum": 0,
         "maximum": 100,
     }
-    assert "/openapi.json" in served.http.get("/docs").text
+    assert "docs/docs.js" in served.http.get("/docs").text
 
 
 def test_metrics_count_every_prompt_token_once(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -159,3 +160,20 @@ def test_the_page_loads_nothing_from_elsewhere(served: Served) -> None:
         assert "http://" not in found.text.replace("http://www.w3.org", "")
         assert "https://" not in found.text
     assert "/ui" not in served.http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.skipif(find_spec("fastapi_offline") is None, reason="the environment is older than requirements.lock")
+def test_the_api_is_described_without_a_network(browser: Browser, served: Served) -> None:
+    """Swagger UI, from this gateway alone, shows what the endpoints take."""
+    browser.open(f"{served.url}/docs")
+    browser.wait(lambda: "/v1/chat/completions" in browser.texts(".opblock-summary-path"))
+    assert {"/v1/responses", "/v1/batches", "/tokenize"} <= set(browser.texts(".opblock-summary-path"))
+    browser.run(
+        "document.querySelector(arguments[0]).closest('.opblock').querySelector('.opblock-summary-control').click()",
+        '[data-path="/v1/completions"]',
+    )
+    browser.wait(lambda: any("prompt_logprobs" in text for text in browser.texts(".opblock-body")))
+    loaded = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert loaded
+    assert all(name.startswith((served.url, "data:")) for name in loaded)
+    assert browser.complaints() == []
