@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.common.config import ClusterConfig
+from baton.common.config import ClusterConfig, from_mapping, validate
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
@@ -275,3 +275,12 @@ def test_what_is_decided_is_enough_for_the_longest_request() -> None:
         assert longest is not None
         pool = KvPool(layout, counts, 4, longest, step_tokens=resolved.prefill_worker.chunk_tokens)
         assert pool.longest == longest
+
+
+def test_gateways_of_one_machine_take_ports_one_after_the_other() -> None:
+    config = from_mapping(ClusterConfig, {"gateways": 3, "gateway": {"port": 9000}, "placement": {"resources": "cpu"}})
+    assert [config.gateway_port(number) for number in range(3)] == [9000, 9001, 9002]
+    config = from_mapping(ClusterConfig, {"gateways": 2, "gateway": {"port": 9000}, "placement": {"resources": "role"}})
+    assert [config.gateway_port(number) for number in range(2)] == [9000, 9000]
+    with pytest.raises(ConfigError, match="gateways"):
+        validate(from_mapping(ClusterConfig, {"gateways": 0}))
