@@ -30,8 +30,8 @@ def state_of_tests() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[str]:
-    """Its address. Starting it costs five seconds, a cluster on it about one."""
+def ray_context() -> Iterator[dict[str, str]]:
+    """Where it is: `gcs_address`, `session_dir`. Starting it costs five seconds, a cluster on it about one."""
     import ray  # heavy, and most tests need no processes
 
     from baton.common import env
@@ -53,5 +53,17 @@ def ray_session() -> Iterator[str]:
             _temp_dir=folder,
         )
         assert Path(folder).exists()
-        yield context.address_info["gcs_address"]
+        yield dict(context.address_info)
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_session(ray_context: dict[str, str]) -> str:
+    """Its address."""
+    return ray_context["gcs_address"]
+
+
+@pytest.fixture(scope="session")
+def ray_logs(ray_context: dict[str, str]) -> Path:
+    """Where its processes, and all of ours on it, leave what they have to say."""
+    return Path(ray_context["session_dir"]) / "logs"

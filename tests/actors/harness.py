@@ -24,7 +24,7 @@ from baton.common.config import (
 from baton.common.engine.fake_runner import fake_generate
 from baton.common.errors import BatonError, ErrorCode, RequestError
 from baton.common.ids import CONTROLLER, Stamp, WorkerId
-from baton.common.messages import SamplingParams
+from baton.common.messages import SamplingParams, Timeline
 from baton.deploy.client import Client, ClusterUnreachable
 from baton.deploy.launch import ClusterHandle
 from baton.deploy.tokenizer import ByteTokenizer
@@ -118,9 +118,19 @@ def ask(client: Client, asked: Question) -> Outcome:
             ignore_eos=True,
         )
         text, lane = answer.text, answer.timeline.lane
+        check_sources(answer.timeline, len(asked.prompt))
     except (RequestError, ClusterUnreachable) as failure:
         error = failure
     return Outcome(asked, text, error, clock.now() - start_s, lane)
+
+
+def check_sources(timeline: Timeline, prompt_tokens: int) -> None:
+    """Each token of the prompt came from one place, however often it was asked for, pushed back or moved. An answer
+    that a worker found complete was filled in by nobody."""
+    parts = (timeline.local_tokens, timeline.cached_tokens, timeline.restored_tokens, timeline.transferred_tokens)
+    if timeline.decode_s > 0:
+        assert sum(parts) == prompt_tokens, f"{parts} of {prompt_tokens}"
+    assert timeline.prefill_cached_tokens <= timeline.transferred_tokens
 
 
 def ask_all(client: Client, questions: list[Question], at_once: int = 8) -> list[Outcome]:

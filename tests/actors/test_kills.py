@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import ray
@@ -24,9 +25,11 @@ from harness import (
     wait_clean,
     wait_settled,
 )
+from otlp_receiver import Received, Receiver, receiving
 from paced import PACED
 
 from baton.common.clock import MonotonicClock
+from baton.common.config import TracingConfig
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.deploy.client import Client
 from baton.deploy.launch import ClusterHandle, launch
@@ -39,8 +42,15 @@ WORKERS = (P0, P1, D0, D1)
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(ray_session: str) -> Iterator[ClusterHandle]:
-    handle = launch(kill_config("kills"), class_paths=PACED)
+def collector() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(ray_session: str, collector: Receiver) -> Iterator[ClusterHandle]:
+    config = replace(kill_config("kills"), tracing=TracingConfig(endpoint=collector.url))
+    handle = launch(config, class_paths=PACED)
     yield handle
     handle.shutdown()
 
@@ -117,13 +127,43 @@ def test_every_prefill_gone_means_decode_prefills_itself(cluster: ClusterHandle,
     check([ask(client, question(random.Random(5), prompt_tokens=500, max_tokens=10))])
 
 
-def test_decode_killed_in_the_middle_of_its_streams(cluster: ClusterHandle, client: Client) -> None:
+def test_decode_killed_in_the_middle_of_its_streams(
+    cluster: ClusterHandle, client: Client, collector: Receiver
+) -> None:
     rng = random.Random(6)
     pool, futures = begin(client, [question(rng, prompt_tokens=150, max_tokens=300) for _ in range(8)])
     worker = find(cluster, (D0, D1), lambda status: status.load.running > 0 and status.load.steps > 30)
     assert kill(cluster, worker)
     check([future.result() for future in futures])
     pool.shutdown()
+    check_moved_trace(collector, worker)
+
+
+def check_moved_trace(collector: Receiver, dead: WorkerId) -> None:
+    """A request that lost its decode worker: what that had to tell died with it, all else hangs together."""
+
+    def moved(spans: list[Received]) -> bool:
+        return any(span.name == "placement" and span.error == "moved" for span in spans)
+
+    with collector.changed:
+        assert collector.changed.wait_for(lambda: moved(collector.spans), WAIT_S)
+    trace_id = next(span.trace_id for span in collector.spans if span.error == "moved")
+
+    def complete(spans: list[Received]) -> bool:
+        ids = {span.parent for span in spans if span.name == "decode_worker"}
+        return any(span.name == "placement" and span.error == "" and span.span_id in ids for span in spans)
+
+    spans = collector.wait(trace_id, complete, WAIT_S)
+    assert complete(spans), [(span.name, span.worker) for span in spans]
+    ids = {span.span_id for span in spans}
+    [root] = [span for span in spans if not span.parent]
+    assert root.name == "POST /v1/completions"
+    lost, served = sorted((span for span in spans if span.name == "placement"), key=lambda span: span.begin_ns)
+    assert (lost.attributes["baton.peer"], lost.error, served.error) == (dead, "moved", "")
+    [decode] = [span for span in spans if span.name == "decode_worker"]
+    assert (decode.parent, decode.worker) == (served.span_id, served.attributes["baton.peer"])
+    orphans = [span for span in spans if span.parent not in ids and span is not root]
+    assert {span.name for span in orphans} <= {"prefill_worker"}, "who served the hand-off of the dead"
 
 
 def test_a_hung_decode_worker_is_replaced_and_its_streams_go_on(cluster: ClusterHandle, client: Client) -> None:

@@ -7,6 +7,7 @@ that brings its own Ray: test_http_demo.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -187,7 +189,7 @@ def test_a_traced_request_is_one_tree_over_all_processes(cluster: Cluster, colle
     assert all(root.begin_ns - 5e6 <= span.begin_ns <= span.end_ns <= root.end_ns + 1e9 for span in spans)
 
 
-def test_who_is_not_sampled_is_not_traced(cluster: Cluster, collector: Receiver) -> None:
+def test_who_is_not_sampled_is_not_traced(cluster: Cluster) -> None:
     assert (
         "traceparent"
         not in httpx.post(
@@ -202,8 +204,15 @@ def test_a_seed_gives_the_same_answer_again(client: Client) -> None:
     assert texts[2] != texts[0]
 
 
+def prompt_tokens_counted(cluster: Cluster) -> float:
+    """Of all sources together."""
+    page = httpx.get(f"{cluster.url}/metrics", timeout=20).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith("baton_prompt_tokens_total{"))
+
+
 def test_many_at_once_are_all_right(cluster: Cluster) -> None:
     prompts = [f"prompt number {n} " * (n % 7 + 1) for n in range(60)]
+    before = prompt_tokens_counted(cluster)
 
     async def ask() -> list[str]:
         async with AsyncClient(cluster.url) as client:
@@ -211,6 +220,7 @@ def test_many_at_once_are_all_right(cluster: Cluster) -> None:
             return [answer.text for answer in answers]
 
     assert asyncio.run(ask()) == [right_text(prompt, max_tokens=30)[0] for prompt in prompts]
+    assert prompt_tokens_counted(cluster) - before == sum(map(len, prompts)), "each token of a prompt is counted once"
 
 
 def test_the_openai_package_sees_a_stream(cluster: Cluster) -> None:
@@ -298,6 +308,89 @@ def test_who_holds_the_pages(cluster: Cluster, capfd: pytest.CaptureFixture[str]
     code, _, said = baton("kv", "--worker", "decode-0", "--page", "99999")
     assert (code, "from 1 to 4096" in said) == (FAILED, True)
     assert "Traceback" not in said
+
+
+SECRET = "zyxwvut-never-to-be-logged"
+
+
+def ask_with_secrets(cluster: Cluster) -> dict[str, httpx.Response]:
+    """Every way that a request can go, by name. Each has the secret in it."""
+    with httpx.Client(base_url=cluster.url, timeout=60, headers={"Authorization": f"Bearer {SECRET}"}) as http:
+
+        def ask(path: str, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
+            return http.post(path, json={"model": "fake", "max_tokens": 4, "prompt": SECRET, **body}, headers=headers)
+
+        chat = [{"role": "user", "content": SECRET}]
+        tool = {"type": "function", "function": {"name": "f", "description": SECRET, "parameters": {"x": SECRET}}}
+        answers = {
+            "whole": ask("/v1/completions"),
+            "many": ask("/v1/completions", n=3, stop=[SECRET]),
+            "stream": ask("/v1/completions", stream=True),
+            "chat": http.post("/v1/chat/completions", json={"model": "fake", "messages": chat, "max_tokens": 4}),
+            "response": http.post("/v1/responses", json={"model": "fake", "input": SECRET, "max_output_tokens": 4}),
+            "tools": http.post("/v1/chat/completions", json={"model": "fake", "messages": chat, "tools": [tool]}),
+            "broken": http.post("/v1/completions", content=f'{{"prompt": "{SECRET}"'),
+            "field": ask("/v1/completions", **{SECRET: SECRET}),
+            "value": ask("/v1/completions", temperature=SECRET),
+            "model": ask("/v1/completions", model=SECRET),
+            "long": ask("/v1/completions", prompt=SECRET * 500),
+            "grammar": ask("/v1/completions", guided_regex=f"({SECRET}"),
+            "schema": ask("/v1/completions", response_format={"type": "json_schema", "json_schema": {"name": SECRET}}),
+            "session": ask("/v1/completions", session_id=SECRET),
+            "key": ask("/v1/completions", {"Idempotency-Key": SECRET}),
+            "other body": ask("/v1/completions", {"Idempotency-Key": SECRET}, max_tokens=5),
+            "name": ask("/v1/completions", {"X-Request-Id": f"{SECRET} <>", "traceparent": SECRET}),
+            "deadline": ask("/v1/completions", max_tokens=4000, ignore_eos=True, timeout_s=0.05),
+            "path": http.get(f"/{SECRET}?prompt={SECRET}"),
+            "tokens": http.post("/tokenize", json={"model": "fake", "prompt": SECRET}),
+            "file": http.post("/v1/files", data={"purpose": SECRET}, files={"file": (SECRET, SECRET.encode())}),
+            "batch": http.post("/v1/batches", json={"input_file_id": SECRET, "endpoint": SECRET}),
+        }
+        with http.stream("POST", "/v1/completions", json={
+            "model": "fake", "prompt": SECRET, "stream": True, "max_tokens": 3000, "ignore_eos": True,
+        }, headers={"X-Request-Id": "hangs-up"}) as stream:  # fmt: skip
+            next(stream.iter_lines())
+    return answers
+
+
+def lines_of(logs: Path) -> list[dict[str, Any]]:
+    """Of the gateway: one JSON object each."""
+    said = [line for path in logs.glob("worker-*.err") for line in path.read_text(errors="replace").splitlines()]
+    lines = [json.loads(line) for line in said if line.startswith("{")]
+    return [line for line in lines if line["worker"] == "gateway-0" and line["event"] == "request"]
+
+
+def test_the_log_has_a_line_for_each_request_and_no_word_of_it(
+    cluster: Cluster, client: Client, ray_logs: Path
+) -> None:
+    answers = ask_with_secrets(cluster)
+    wanted = {answer.headers["X-Baton-Request-Id"]: name for name, answer in answers.items() if name != "path"}
+    give_up_s = time.monotonic() + SETTLE_S
+    while True:
+        lines = lines_of(ray_logs)
+        by_id = {line["request"]: line for line in lines}
+        gone = [line for line in lines if line.get("client_request") == "hangs-up"]
+        if gone and wanted.keys() <= by_id.keys():
+            break
+        assert time.monotonic() < give_up_s, [name for one, name in wanted.items() if one not in by_id]
+    assert (gone[0]["status"], gone[0]["reason"], gone[0]["path"]) == (499, "cancelled", "/v1/completions")
+    for request_id, name in wanted.items():
+        assert by_id[request_id]["status"] == answers[name].status_code, name
+        assert by_id[request_id]["role"] == "gateway"
+    whole = by_id[answers["whole"].headers["X-Baton-Request-Id"]]
+    assert (whole["reason"], whole["prompt_tokens"], whole["completion_tokens"]) == ("length", len(SECRET), 4)
+    assert whole["stages_ms"].keys() == {
+        "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
+    }  # fmt: skip
+    reasons = {name: by_id[one].get("reason") for one, name in wanted.items()}
+    assert (reasons["deadline"], reasons["long"], reasons["model"]) == (
+        "deadline_exceeded", "prompt_too_long", "model_not_found",
+    )  # fmt: skip
+    assert cluster.settle(client)
+    for path in ray_logs.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+    assert not any(SECRET in line for line in cluster.shown)
 
 
 def test_two_clusters_do_not_share_a_port(cluster: Cluster) -> None:
