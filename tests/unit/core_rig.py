@@ -48,6 +48,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.common.spans import NOT_TRACED, TracedSpan
 from baton.decode.core import DecodeCore
 from baton.prefill.core import PrefillCore
 from baton.prefill.pipelining import LayerGroups
@@ -347,6 +348,7 @@ class Rig:
         session: tuple[str, int] = ("", 0),
         thinking_token_id: int = -1,
         priority: int = 0,
+        trace: str = NOT_TRACED,
     ) -> None:
         self.tell(
             Submit(
@@ -360,6 +362,7 @@ class Rig:
                 session_turn=session[1],
                 thinking_token_id=thinking_token_id,
                 priority=priority,
+                trace=trace,
             )
         )
 
@@ -424,6 +427,8 @@ class Rig:
                     self.run(self.prefill.handle(SourceReleased(key)))
                 case AbortSource(key, failure):
                     self.end(key, failure)
+                case TracedSpan():
+                    pass
                 case _:
                     raise TypeError(effect)
 
