@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import math
 import re
 import types
@@ -168,6 +169,9 @@ class LivenessConfig:
 class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
+    api_keys_file: str = ""  # of `baton keys new`; "": whoever reaches the gateway may use it
+    open_metrics: bool = True  # /metrics needs no key, as the probes; it has the names of keys
+    open_to_network: bool = False  # without keys it listens on other addresses than this machine's own only if told so
     max_inflight_requests: int = 512  # those that wait here included
     max_queued_tokens: int = 4 << 20  # of the prompts that wait here
     dispatch_ahead_requests: int = 16  # that a decode worker is given beyond those it runs; the others wait here
@@ -383,6 +387,7 @@ def validate(config: ClusterConfig) -> None:
     _validate_jobs(config.jobs)
     validate_routing(config.routing, config.kv_events)
     _validate_tracing(config.tracing)
+    _validate_door(config.gateway)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
 
@@ -396,6 +401,23 @@ def _validate_placement(config: ClusterConfig) -> None:
     if config.placement.resources == "role" and config.pin_cores:
         reason = "cores are counted on the machine that launches, and the workers are on others"
         raise ConfigError("pin_cores", True, reason, "pin_cores=false, with placement.cpus")
+
+
+def _validate_door(gateway: GatewayConfig) -> None:
+    path = gateway.api_keys_file
+    if path and not (path.startswith("/") and path.isprintable()):
+        raise ConfigError("gateway.api_keys_file", path, "must be an absolute path: the gateway starts elsewhere")
+    if not path and not gateway.open_to_network and not _is_loopback(gateway.host):
+        reason = "others could use the cluster without an API key"
+        hint = "gateway.api_keys_file, made with `baton keys new`; or gateway.open_to_network=true"
+        raise ConfigError("gateway.host", gateway.host, reason, hint)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _validate_jobs(jobs: JobsConfig) -> None:

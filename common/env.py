@@ -63,7 +63,7 @@ def cluster_url() -> str:
 
 
 def api_key() -> str | None:
-    """`BATON_API_KEY`: under whose name clients ask: jobs and files are seen by the key that made them."""
+    """`BATON_API_KEY`: the key that commands and clients send: jobs and files are seen by the key that made them."""
     return os.environ.get("BATON_API_KEY") or None
 
 

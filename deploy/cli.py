@@ -12,7 +12,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from baton.common.errors import BatonError, ConfigError
-from baton.deploy.commands import looking, serving, studying
+from baton.deploy.commands import keys, looking, serving, studying
 from baton.deploy.commands.options import FAILED, MISUSED, OK, err
 from baton.deploy.jobs import command as jobs
 
@@ -40,6 +40,7 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(jobs.app)
+app.add_typer(keys.app)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from baton.common.clock import MonotonicClock
 from baton.common.messages import Load
 from baton.common.model.cache import Progress
 from baton.common.tracing import FLUSH_S, NOBODY, SpanSink, open_sink
+from baton.deploy.api_keys import Keys, keys_of
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway, Workers
 from baton.deploy.http_server import GatewayServer
@@ -44,6 +45,7 @@ class GatewayProcess:
         config = self._spec.config
         number = int(self._spec.worker.rpartition("-")[2])
         listener = open_listener(config.gateway.host, config.gateway_port(number))
+        keys = keys_of(config.gateway.api_keys_file, MonotonicClock())
         store = open_store(config)
         say("loading the tokenizer")
         model = load_served_model(config)
@@ -57,7 +59,7 @@ class GatewayProcess:
             controller_address=self._spec.controller_address,
             load=self._load,
         )
-        self._server = GatewayServer(listener, config, store, lambda: self._make_gateway(model, io))
+        self._server = GatewayServer(listener, config, store, lambda: self._make_gateway(model, io, keys))
         say(f"listening at {self._server.url}")
         return io
 
@@ -80,7 +82,7 @@ class GatewayProcess:
         self._spans.flush(FLUSH_S)
         return drained
 
-    def _make_gateway(self, model: ServedModel, io: IoThread) -> Gateway:
+    def _make_gateway(self, model: ServedModel, io: IoThread, keys: Keys) -> Gateway:
         config = self._spec.config
         self._spans = open_sink(config, self._spec.process_name, self._clock)
         return Gateway(
@@ -102,6 +104,7 @@ class GatewayProcess:
             workers=self._workers(io),
             spans=self._spans,
             name=self._spec.worker,
+            keys=keys,
         )
 
     def _on_event(self, event: object) -> None:

@@ -16,6 +16,7 @@ G4. Nothing is created by a worker's message. Tables are bounded by `max_infligh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -353,6 +354,10 @@ class GatewayCore:
         """For this gateway's own heartbeat and metrics."""
         waiting = sum(isinstance(request.state, Waiting) for request in self._requests.values())
         return Load(queued=waiting, running=len(self._requests) - waiting, demand=self._demand.total)
+
+    def waiting(self) -> Mapping[str, tuple[int, int]]:
+        """(requests, tokens of their prompts) that wait for their turn, by API key."""
+        return self._admission.lengths()
 
     @property
     def demand(self) -> Demand:

@@ -52,6 +52,18 @@ class GatewayMetrics:
             "baton_request_seconds", "Arrival until the end, of answered requests.", buckets=_TOTAL_BUCKETS_S,
             registry=self._registry,
         )  # fmt: skip
+        self._by_key = Counter(
+            "baton_key_requests", "Requests that ended, by the name of the API key and outcome.", ["key", "outcome"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._waiting = Gauge(
+            "baton_waiting_requests", "Requests that wait for their turn at the gateway, by the name of the API key.",
+            ["key"], registry=self._registry,
+        )  # fmt: skip
+        self._waiting_tokens = Gauge(
+            "baton_waiting_prompt_tokens", "Tokens of the prompts that wait there, by the name of the API key.",
+            ["key"], registry=self._registry,
+        )  # fmt: skip
         self._inflight = Gauge("baton_requests_in_flight", "Admitted and not ended.", registry=self._registry)
         self._workers = Gauge(
             "baton_workers", "Workers in the membership, by role and whether they answer.", ["role", "state"],
@@ -66,8 +78,10 @@ class GatewayMetrics:
         self._tokens.inc(count)
         (self._ttft if first else self._itl).observe(since_last_s)
 
-    def ended(self, outcome: str) -> None:
+    def ended(self, outcome: str, key: str) -> None:
+        """`key`: its name, "" where there are none."""
         self._ended.labels(outcome).inc()
+        self._by_key.labels(key, outcome).inc()
 
     def finished(self, timeline: Timeline, total_s: float) -> None:
         self._total.observe(total_s)
@@ -79,10 +93,20 @@ class GatewayMetrics:
     def http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def page(self, in_flight: int, seen: Sequence[WorkerView], of_workers: Mapping[str, WorkerMetrics]) -> bytes:
-        """The exposition text. `seen`: the members, by their heartbeats; `of_workers`: what they count themselves."""
+    def page(
+        self,
+        in_flight: int,
+        waiting: Mapping[str, tuple[int, int]],
+        seen: Sequence[WorkerView],
+        of_workers: Mapping[str, WorkerMetrics],
+    ) -> bytes:
+        """The exposition text. `waiting`: (requests, tokens of prompts) by key. `seen`: the members, by their
+        heartbeats; `of_workers`: what they count themselves."""
         self._of_workers.metrics, self._of_workers.seen = of_workers, seen
         self._inflight.set(in_flight)
+        for key, (requests, tokens) in waiting.items():
+            self._waiting.labels(key).set(requests)
+            self._waiting_tokens.labels(key).set(tokens)
         self._workers.clear()
         for (role, state), count in Counts((one.role, "silent" if one.silent else "live") for one in seen).items():
             self._workers.labels(role, state).set(count)

@@ -32,6 +32,7 @@ from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.trace import ProcessTrace
 from baton.common.tracing import NOBODY, SpanSink
 from baton.deploy.accounts import CURRENT, Account, failed
+from baton.deploy.api_keys import Keys, NoKeys
 from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
@@ -162,9 +163,11 @@ class Gateway:
         workers: Workers | None = None,
         spans: SpanSink = NOBODY,
         name: str = "gateway",
+        keys: Keys | None = None,
     ) -> None:
         """Must be made on the loop that it shall run on."""
         self.model = model
+        self.keys: Keys = keys or NoKeys()
         self.metrics = GatewayMetrics(model.name)
         self.spans = spans
         self._name = name
@@ -273,6 +276,7 @@ class Gateway:
             reason = "this gateway is shutting down"
             raise RequestError(ErrorCode.DRAINING, reason, retry_after_s=DRAINING_RETRY_AFTER_S)
         account, arrived_s = CURRENT.get(), self._clock.now()
+        tenant = self.keys.tenant_of(owner)
         self._running[request_id] = running = _Running(_spans_of(account, request_id, arrived_s))
         self._idle.clear()
         outcome, error_code = "cancelled", str(ErrorCode.CANCELLED)
@@ -280,7 +284,7 @@ class Gateway:
         try:
             ids = np.asarray(prompt, dtype=np.int32)
             self._dispatch(
-                self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner, priority)
+                self._core.submit(request_id, ids, sampling, timeout_s, arrived_s, session_id, owner, priority, tenant)
             )
             async with aclosing(self._events(request_id, running, len(prompt), stops, arrived_s)) as events:
                 async for event in events:
@@ -297,7 +301,7 @@ class Gateway:
                 self._tell_spans(running.spans, sampling, end, error_code)
             del self._running[request_id]
             self._dispatch(self._core.cancel(request_id, self._clock.now()))  # nothing to do when it has ended
-            self.metrics.ended(outcome)
+            self.metrics.ended(outcome, tenant.name)
             self._recent.ended(self._clock.now(), outcome)
             if not self._running:
                 self._idle.set()
@@ -437,7 +441,8 @@ class Gateway:
                 self._of_workers = await self.workers.metrics()
                 self._asked_at_s = self._clock.now()
         own = {self._name: WorkerMetrics(trace_spans=self.spans.counts())} if self.spans.takes else {}
-        return self.metrics.page(len(self._running), self._seen(), {**self._of_workers, **own})
+        counted = {**self._of_workers, **own}
+        return self.metrics.page(len(self._running), self._core.waiting(), self._seen(), counted)
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]

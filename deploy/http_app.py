@@ -23,6 +23,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
+from baton.common.config import GatewayConfig
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
@@ -30,6 +31,7 @@ from baton.deploy import api_page, web_page
 from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, current_request_id, failed
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway
+from baton.deploy.http_door import Door
 from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
@@ -63,14 +65,13 @@ class _ClientGone(Exception):
 class HttpApi:
     """The routes of one gateway."""
 
-    def __init__(
-        self, gateway: Gateway, jobs: JobsApi, keyed: KeyedAnswers, max_body_bytes: int, request_timeout_s: float
-    ) -> None:
+    def __init__(self, gateway: Gateway, jobs: JobsApi, keyed: KeyedAnswers, settings: GatewayConfig) -> None:
         self._gateway = gateway
         self._keyed = keyed
         self._jobs = jobs
-        self._max_body_bytes = max_body_bytes
-        self._request_timeout_s = request_timeout_s
+        self._max_body_bytes = settings.max_body_bytes
+        self._request_timeout_s = settings.request_timeout_s
+        self._open_metrics = settings.open_metrics
         self._created = int(time.time())  # a date for clients, not a clock
         self._bodies: tuple[type, ...] = ()  # of which the OpenAPI document has the schemas
 
@@ -94,6 +95,13 @@ class HttpApi:
             "/kv/{worker}/{page}": self.page_owner,
             "/handoffs/{worker}": self.handoffs,
         }
+        gateway = self._gateway
+        app.add_middleware(
+            Door,
+            keys=gateway.keys,
+            open_metrics=self._open_metrics,
+            on_stranger=partial(gateway.metrics.http, "stranger"),
+        )
         web_page.add_routes(app)
         api_page.add_routes(app)
         self._bodies += self._jobs.add_routes(app)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from fastapi import Request, Response
 
 from baton.common.errors import ErrorCode, RequestError
@@ -14,8 +12,8 @@ MAX_KEY_CHARS = 256
 
 
 def owner_of(request: Request) -> str:
-    """Whose sessions, files and batches a request may use: those that were made with the same key."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+    """Whose sessions, files and batches a request may use; who that is was found at the door (`http_door.py`)."""
+    return str(request.state.owner)
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:

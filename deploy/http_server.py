@@ -79,9 +79,8 @@ class GatewayServer:
         self._loop = asyncio.get_running_loop()
         gateway = self._make_gateway()
         self._jobs = jobs = JobService(self._store, gateway, self._config)
-        settings = self._config.gateway
         keyed = KeyedAnswers(self._config.idempotency)
-        api = HttpApi(gateway, jobs.api, keyed, settings.max_body_bytes, settings.request_timeout_s)
+        api = HttpApi(gateway, jobs.api, keyed, self._config.gateway)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Accounting(api.app(), MonotonicClock(), gateway.spans, self._config.tracing.sample_ratio),

@@ -31,6 +31,7 @@ from baton.common.errors import BatonError, ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
+from baton.deploy.api_keys import keys_of
 from baton.deploy.autoscale import Policy
 from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
@@ -309,6 +310,7 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     gateway = config.gateway
     if config.placement.resources == "role" and gateway.port:
         return config  # the gateway listens on another machine, perhaps
+    keys_of(gateway.api_keys_file, MonotonicClock())
     with contextlib.ExitStack() as probes:
         port: int = probes.enter_context(open_listener(gateway.host, gateway.port)).getsockname()[1]
         found = dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))

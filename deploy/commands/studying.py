@@ -85,7 +85,6 @@ def bench(
     target: Annotated[float, typer.Option(help="Share of the requests whose promises must be kept.")] = 0.9,
     seed: Annotated[int, typer.Option(min=0, help="Draws the prompts.")] = 0,
     served_model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="For servers that want one.")] = None,
     respect_eos: Annotated[bool, typer.Option("--respect-eos", help="Answers may end by themselves.")] = False,
     model: Model = None,
     prefill: Prefill = None,
@@ -102,7 +101,7 @@ def bench(
 
     asked = command.Asked(
         trace=trace, lengths=lengths, scale_lengths=scale_lengths, rates=rates, at_once=at_once, requests=requests,
-        slo=slo, target=target, seed=seed, model=served_model, api_key=api_key, ignore_eos=not respect_eos,
+        slo=slo, target=target, seed=seed, model=served_model, api_key=env.api_key(), ignore_eos=not respect_eos,
     )  # fmt: skip
     command.check_files(out, picture, asked)
     if compare is None:

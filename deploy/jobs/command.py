@@ -20,7 +20,6 @@ app = typer.Typer(name="jobs", help="Batches of requests, which survive restarts
 err = Console(stderr=True, highlight=False)
 
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
-Key = Annotated[str | None, typer.Option("--api-key", help="Whose batches. Default: $BATON_API_KEY.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 Watch = Annotated[bool, typer.Option("--wait", "--watch", help="Show its progress until it has ended.")]
 Id = Annotated[str, typer.Argument(help="batch_..., as `submit` told it.")]
@@ -47,7 +46,6 @@ def submit(
     key: Annotated[str | None, typer.Option(help="Submitting with the same key again gives the same batch.")] = None,
     watch: Watch = False,
     url: Url = None,
-    api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit work that outlives this command, and restarts of the cluster. Prints its id for `baton jobs`; with --wait,
@@ -64,7 +62,7 @@ def submit(
         raise typer.BadParameter("--raw, --max-tokens, --temperature and --seed are of prompts: JSONL has its own")
     if not isinstance(work, bytes) and endpoint is not None:
         raise typer.BadParameter("--endpoint is of JSONL")
-    with terminal.connect(url, api_key) as client:
+    with terminal.connect(url) as client:
         if isinstance(work, bytes):
             job = client.submit_lines(work, endpoint=endpoint, window=window, key=key)
         else:
@@ -81,7 +79,6 @@ def status(
     watch: Watch = False,
     last: Annotated[int, typer.Option(min=1, max=100, help="How many of the newest ones.")] = 20,
     url: Url = None,
-    api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how far batches are."""
@@ -90,7 +87,7 @@ def status(
 
     if batch is None and watch:
         raise typer.BadParameter("--watch needs the id of a batch")
-    with terminal.connect(url, api_key) as client:
+    with terminal.connect(url) as client:
         if batch is None:
             found = client.jobs(last)
             print_json(found) if as_json else terminal.print_batches(found, Console(highlight=False))
@@ -103,24 +100,24 @@ def status(
 
 
 @app.command()
-def logs(batch: Id, url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+def logs(batch: Id, url: Url = None, as_json: AsJson = False) -> None:
     """Show what happened to a batch, and what went wrong with its lines so far (at most a thousand)."""
     from baton.deploy.jobs import terminal
     from baton.deploy.show import print_json
 
-    with terminal.connect(url, api_key) as client:
+    with terminal.connect(url) as client:
         job = client.job(batch)
         found, failures = job.status(), job.failures()
     print_json({"batch": found, "failures": failures}) if as_json else terminal.print_logs(found, failures)
 
 
 @app.command()
-def cancel(batch: Id, url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+def cancel(batch: Id, url: Url = None, as_json: AsJson = False) -> None:
     """End a batch. What was answered is kept."""
     from baton.deploy.jobs import terminal
     from baton.deploy.show import print_json
 
-    with terminal.connect(url, api_key) as client:
+    with terminal.connect(url) as client:
         cancelled = client.job(batch).cancel()
     print_json(cancelled) if as_json else typer.echo(terminal.told(cancelled))
 
@@ -131,12 +128,11 @@ def results(
     out: Annotated[Path | None, typer.Option(help="A file; without: stdout.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The error file instead of the output file.")] = False,
     url: Url = None,
-    api_key: Key = None,
 ) -> None:
     """Fetch what a batch that has ended came to: JSONL, in the order of its input."""
     from baton.deploy.jobs import terminal
 
-    with terminal.connect(url, api_key) as client, terminal.sink(out) as write:
+    with terminal.connect(url) as client, terminal.sink(out) as write:
         for part in client.job(batch).content(errors=errors):
             write(part)
 

@@ -27,8 +27,9 @@ RATE_OVER_S = 10.0
 """Tokens/s are those of about so long."""
 
 
-def connect(url: str | None, api_key: str | None) -> Client:
-    return Client(url, api_key=api_key, patience_s=PATIENCE_S)
+def connect(url: str | None) -> Client:
+    """With the key of $BATON_API_KEY: what is among a command's arguments is seen by everybody on the machine."""
+    return Client(url, patience_s=PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ function element(name, className = "", text = "") {
 }
 
 async function call(path, options = {}) {
-  const response = await fetch(path, options);
+  const response = await fetch(path, { headers: headers(), ...options });
   if (!response.ok) throw new Error(await reason(response));
   return response;
 }

@@ -17,7 +17,9 @@ from baton.deploy.standing import gateway_url, stand_up, take_down
 pytestmark = pytest.mark.ray
 
 CONFIG = replace(
-    stub_config("standing"), bind_host="node", gateway=replace(stub_config("standing").gateway, host="0.0.0.0")
+    stub_config("standing"),
+    bind_host="node",
+    gateway=replace(stub_config("standing").gateway, host="0.0.0.0", open_to_network=True),
 )
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 import httpx
 
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, GatewayConfig, IdempotencyConfig, JobsConfig, LivenessConfig
+from baton.common.config import (
+    ClusterConfig,
+    DecodeConfig,
+    GatewayConfig,
+    IdempotencyConfig,
+    JobsConfig,
+    LivenessConfig,
+)
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_answer import fake_prompt_logprobs
 from baton.common.engine.fake_model import fake_vocabulary
@@ -39,6 +46,7 @@ from baton.common.messages import (
 )
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.tracing import NOBODY, SpanSink
+from baton.deploy.api_keys import keys_of
 from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_server import GatewayServer
@@ -192,9 +200,11 @@ def serving(
     keys: Mapping[str, float] = {},
     max_model_len: int = MAX_MODEL_LEN,
     spans: SpanSink = NOBODY,
-    **settings: float,
+    rows: int = 64,
+    **settings: float | str,
 ) -> Iterator[Served]:
-    """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's."""
+    """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's; `rows`: of the
+    decode worker."""
     worker = worker or Loopback()
     config = ClusterConfig(
         gateway=replace(GatewayConfig(port=0), **settings),  # type: ignore[arg-type]
@@ -205,8 +215,12 @@ def serving(
     model = ServedModel("fake", max_model_len, 258, (257,), ByteTokenizer(), Guides(fake_vocabulary))
 
     def make_gateway() -> Gateway:
-        core = GatewayCore(config.gateway, config.transfer, config.liveness, max_model_len)
-        return Gateway(core, model, worker.post, MonotonicClock(), version="0.0.test", stuck_after_s=1.0, spans=spans)
+        decode, clock = DecodeConfig(max_running_requests=rows), MonotonicClock()
+        core = GatewayCore(config.gateway, config.transfer, config.liveness, max_model_len, decode=decode)
+        api_keys = keys_of(config.gateway.api_keys_file, clock)
+        return Gateway(
+            core, model, worker.post, clock, version="0.0.test", stuck_after_s=1.0, spans=spans, keys=api_keys
+        )
 
     store = JobStore(SqliteDatabase(Path(":memory:")))
     server = GatewayServer(open_listener("127.0.0.1", 0), config, store, make_gateway)

@@ -106,11 +106,12 @@ def test_the_same_key_gives_the_same_batch(baton: Baton, lines: Path) -> None:
 
 
 def test_keys_part_people(baton: Baton, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = baton("submit", str(lines), "--api-key", "a")[1].strip()
+    monkeypatch.setenv("BATON_API_KEY", "a")
+    batch = baton("submit", str(lines))[1].strip()
+    assert baton("status", batch)[0] == OK
+    monkeypatch.setenv("BATON_API_KEY", "b")
     code, _, said = baton("status", batch)
     assert (code, "there is no batch" in said) == (FAILED, True)
-    monkeypatch.setenv("BATON_API_KEY", "a")
-    assert baton("status", batch)[0] == OK
 
 
 def test_misuse(baton: Baton, lines: Path) -> None:

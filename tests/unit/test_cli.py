@@ -27,6 +27,9 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
         assert outcome(capfd, command, "--help")[0] == OK
 
 
+OPEN = ("serve", "--model", "fake", "--set", "gateway.open_to_network=true")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -50,8 +53,12 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
         (["demo", "--set", "kv.pool_bytes=big"], "expected int"),
         (["serve", "--set", "transfer.lanes=local"], "for example [a,b]"),
         (["serve", "--set", "transfer.lanes=[]"], "of local, ucx, tcp, zmq"),
-        (["serve", "--model", "fake", "--host", "192.0.2.1"], "gateway.host = '192.0.2.1': this machine has no such"),
-        (["serve", "--model", "fake", "--host", "no.invalid"], "gateway.host = 'no.invalid': this machine has no such"),
+        ([*OPEN, "--host", "192.0.2.1"], "gateway.host = '192.0.2.1': this machine has no such"),
+        ([*OPEN, "--host", "no.invalid"], "gateway.host = 'no.invalid': this machine has no such"),
+        (["serve", "--model", "fake", "--host", "0.0.0.0"], "others could use the cluster without an API key"),
+        (["serve", "--model", "fake", "--set", "gateway.api_keys_file=keys.yaml"], "must be an absolute path"),
+        (["serve", "--model", "fake", "--set", "gateway.api_keys_file=/nowhere/keys"], "No such file"),
+        (["keys", "new", "--name", "no spaces"], "matching regex"),
     ],
 )
 def test_misuse_is_told_in_words(capfd: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

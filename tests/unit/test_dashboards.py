@@ -26,7 +26,7 @@ def told() -> dict[str, list[tuple[dict[str, str], float]]]:
     metrics.tokens(1, 0.25, first=True)
     metrics.tokens(6, 0.02, first=False)
     for outcome in ("stop", "stop", "length", "overloaded"):
-        metrics.ended(outcome)
+        metrics.ended(outcome, "somebody")
     metrics.finished(Timeline(local_tokens=1, cached_tokens=20, restored_tokens=300, transferred_tokens=4000), 3.0)
     metrics.http("/v1/completions", 200)
     flows = tuple(
@@ -45,7 +45,7 @@ def told() -> dict[str, list[tuple[dict[str, str], float]]]:
         WorkerView(worker="gateway-0", role="gateway", incarnation=1, silent=False, load=Load(running=5)),
     ]
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.page(5, seen, workers).decode()):
+    for family in text_string_to_metric_families(metrics.page(5, {"somebody": (2, 300)}, seen, workers).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found

@@ -63,7 +63,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   "placement" (dict "resources" "role" "cpus" .Values.placement.cpus "gpus" .Values.placement.gpus
     "strategy" .Values.placement.strategy "node_labels" .Values.placement.nodeLabels)
   "model" (dict "model" .Values.model.name)
-  "gateway" (dict "host" "0.0.0.0" "port" (int .Values.service.port))
+  "gateway" (dict "host" "0.0.0.0" "port" (int .Values.service.port) "open_to_network" (not .Values.apiKeys.existingSecret)
+    "api_keys_file" (ternary "/etc/baton/api-keys/keys.yaml" "" (not (not .Values.apiKeys.existingSecret))))
   "liveness" (dict "start_deadline_s" .Values.deployer.startSeconds)
 -}}
 {{- mergeOverwrite $decided (deepCopy .Values.config) | toYaml -}}
