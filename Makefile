@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway clean
 
 setup: $(READY)
 
@@ -97,7 +97,7 @@ references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
-bench: bench-transfer bench-engine bench-pd bench-prefix bench-planner
+bench: bench-transfer bench-engine bench-pd bench-prefix bench-planner bench-gateway
 bench-transfer: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
 bench-late-write: $(READY) .venv-bench/.ready
@@ -106,6 +106,8 @@ bench-engine: $(READY)
 	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
 bench-pd: $(READY)
 	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
+bench-gateway: $(READY)
+	$(BIN)/python -m benchmarks.bench_gateway --write docs/benchmarks/gateway.md
 bench-prefix: $(READY)
 	$(BIN)/python benchmarks/bench_prefix.py --write docs/benchmarks/prefix.md
 # What `baton plan` says against what happens, with pieces of public traces (TRACES=folder; else made-up requests).

@@ -1,11 +1,11 @@
 """What a token costs on its way from a decode worker to a client, and what an open stream weighs.
 
-    python benchmarks/bench_gateway.py [--streams 1 64 125 250 500] [--tokens 256] [--write docs/benchmarks/gateway.md]
+    python -m benchmarks.bench_gateway [--streams 1 64 125 250 500] [--tokens 128] [--write docs/benchmarks/gateway.md]
 
-A real cluster of the fake model (1 prefill, 1 decode), and that many clients at once, each with a connection of its
-own. Every answer is compared with what the fake model must say, to the last character; each stream must end with one
-usage and one `[DONE]`. CPU time is that of the processes, as the kernel counts it; memory is what the gateway's grew by
-while all streams were open. `--write` puts the table between two marks of the document.
+A real cluster of the fake model (1 prefill, 1 decode whose steps take `--step-ms`), and that many clients at once, each
+with a connection of its own. Every answer is compared with what the fake model must say, to the last character; each
+stream must end with one usage and one `[DONE]`. CPU time is that of the processes, as the kernel counts it; memory is
+what the gateway's grew by while all streams were open. `--write` puts the table between two marks of the document.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from baton.common.config import FAKE_MODEL, JobsConfig
 from baton.common.engine.fake_answer import fake_generate
 from baton.common.messages import SamplingParams
 from baton.common.resolve import Layer
-from baton.deploy.launch import LOCAL_NODE_ADDRESS, launch
+from baton.deploy.launch import CLASS_PATHS, LOCAL_NODE_ADDRESS, launch
 from baton.deploy.serve import decide
 from baton.deploy.tokenizer import ByteTokenizer
+from benchmarks.paced import PACE_S
 
 BEGIN, END = "<!-- bench-gateway -->\n", "<!-- /bench-gateway -->\n"
 PROMPT_TOKENS = 32
@@ -193,9 +194,10 @@ def median_of(rows: Sequence[Row]) -> Row:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def table(rows: Sequence[Row], tokens: int) -> str:
+def table(rows: Sequence[Row], tokens: int, step_ms: float) -> str:
     lines = [
-        f"{tokens} tokens each, median of several runs; {os.cpu_count()} cores for cluster and clients together.",
+        f"{tokens} tokens each, a step every {step_ms:g} ms, median of several runs; {os.cpu_count()} cores for "
+        "cluster and clients together.",
         "",
         "| streams | tokens/s | events per token | gateway, µs/token | decode, µs/token | clients, µs/token "
         "| gateway, KiB/stream | TTFT p50 / p99, s | gap p50 / p99, ms |",
@@ -213,7 +215,8 @@ def table(rows: Sequence[Row], tokens: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 125, 250, 500])
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--step-ms", type=float, default=100.0, help="of a decode worker's step")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--write", type=Path, help="a document with the two marks")
     arguments = parser.parse_args()
@@ -227,18 +230,21 @@ def main() -> None:
         "kv": {"num_pages": 1 << 15},
     }
     config = decide([Layer("this benchmark", wanted)], console)
+    os.environ[PACE_S] = str(arguments.step_ms / 1000)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ray.init(
         address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS
     )
+    classes = {**CLASS_PATHS, "decode": "benchmarks.paced:PacedDecodeActor"}
     with TemporaryDirectory() as folder:
-        handle = launch(replace(config, jobs=JobsConfig(database=f"{folder}/jobs.sqlite")))
+        handle = launch(replace(config, jobs=JobsConfig(database=f"{folder}/jobs.sqlite")), class_paths=classes)
         try:
-            processes = handle.gateway_url, pid_of("GatewayActor"), pid_of("DecodeActor")
+            processes = handle.gateway_url, pid_of("GatewayActor"), pid_of("PacedDecodeActor")
             rows = [run(arguments.runs, streams, arguments.tokens, processes) for streams in arguments.streams]
         finally:
             handle.shutdown()
             ray.shutdown()
-    text = table(rows, arguments.tokens)
+    text = table(rows, arguments.tokens, arguments.step_ms)
     console.print(text, markup=False, soft_wrap=True)
     if arguments.write is not None:
         before, _, rest = arguments.write.read_text().partition(BEGIN)
