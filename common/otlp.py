@@ -3,9 +3,9 @@
 Owns: one queue and one thread of this process, and the count of what became of each span. Never: makes anybody wait. A
 collector that is slow or down costs this thread's time and the spans that do not fit the queue; those are counted.
 
-Spans are told in the process's monotonic clock and sent in that of the wall; the difference is taken once, when this
-begins, so that within a process nothing is shifted against anything (docs/OBSERVABILITY.md says what that means between
-hosts).
+Spans are told in the process's monotonic clock and sent in that of the wall. The difference stays what it was found to
+be at first, so that within a process nothing is shifted against anything, unless the wall's clock was set meanwhile
+(docs/OBSERVABILITY.md says what that means between hosts).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from baton.common import env
-from baton.common.clock import Clock, MonotonicClock, wall_offset_s
+from baton.common.clock import Clock, wall_offset_s
 from baton.common.config import TracingConfig
 from baton.common.log import EventLog, ProcessName, where_of
 from baton.common.spans import TracedSpan, span_id_of, trace_id_of
@@ -33,6 +33,8 @@ CAPACITY = 4096
 """Spans that wait; about 4 MB."""
 BATCH = 256
 LINGER_S = 0.5
+CLOCK_SET_S = 0.01
+"""By so much the wall's clock runs away from ours only when somebody sets it: both are slewed alike."""
 TRACES_PATH = "/v1/traces"
 
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
@@ -55,6 +57,7 @@ class Exporter:
         self._collector = collector
         self._resource = resource
         self._scope = InstrumentationScope("baton", version("baton-pd"))
+        self._clock = clock
         self._offset_s = wall_offset_s(clock)
         self._waiting: Queue[TracedSpan | threading.Event] = Queue(capacity)
         self._counting = threading.Lock()
@@ -93,8 +96,7 @@ class Exporter:
         """What came, up to BATCH, within LINGER_S of the first."""
         spans: list[TracedSpan] = []
         item = self._waiting.get()
-        clock = MonotonicClock()
-        until_s = clock.now() + LINGER_S
+        until_s = self._clock.now() + LINGER_S
         while True:
             if isinstance(item, threading.Event):
                 return spans, item
@@ -102,11 +104,14 @@ class Exporter:
             if len(spans) == BATCH:
                 return spans, None
             try:
-                item = self._waiting.get(timeout=max(0.0, until_s - clock.now()))
+                item = self._waiting.get(timeout=max(0.0, until_s - self._clock.now()))
             except Empty:
                 return spans, None
 
     def _send(self, spans: list[TracedSpan]) -> None:
+        offset_s = wall_offset_s(self._clock)
+        if abs(offset_s - self._offset_s) > CLOCK_SET_S:
+            self._offset_s = offset_s
         try:
             result = self._collector.export([self._made(span) for span in spans])
         except Exception as error:  # noqa: BLE001 - the thread's top frame: no trace is worth a process

@@ -70,7 +70,7 @@ def handoffs(
     url: Url = None,
     as_json: AsJson = False,
     request: Annotated[
-        str | None, typer.Option(help="Only those of this request: its X-Request-Id, or how that begins.")
+        str | None, typer.Option(help="Only those of this request: its X-Baton-Request-Id, or how that begins.")
     ] = None,
     last: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
 ) -> None:

@@ -39,6 +39,7 @@ class LineAnswerer:
     async def __call__(self, line: ClaimedLine) -> Reply:
         reply = await self._reply(line)
         self._gateway.metrics.http(f"batch:{line.endpoint}", reply.status)
+        _log.debug("line", request=reply.request_id, batch=line.batch_id, line=line.line, status=reply.status)
         return reply
 
     async def _reply(self, line: ClaimedLine) -> Reply:
