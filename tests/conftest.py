@@ -14,6 +14,10 @@ import pytest
 ACTORS = Path(__file__).parent / "actors"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-sessions", action="store_true", help="write tests/data/openai_sessions anew")
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests live as long as the run. To walk them took a quarter of the time of tests that only compute."""
     gc.collect()
