@@ -22,7 +22,7 @@ MOST_WORKERS_PER_ROLE = 256
 class RoutingConfig:
     """Which workers a request is sent to (docs/ROUTING.md)."""
 
-    policy: str = "rendezvous"  # a name, or package.module:function of your own
+    policy: str = "prefix_aware"  # a name, or package.module:function of your own
     max_indexed_pages: int = 1 << 20  # that a gateway remembers of all workers' caches; some 100 bytes each
 
     @property

@@ -23,6 +23,7 @@ from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import KvMemory, ModelRunner
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
+from baton.common.engine.kv_feed import PublishPages
 from baton.common.engine.loop import EngineLoop, end_process
 from baton.common.engine.trace import EngineTrace
 from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
@@ -45,6 +46,7 @@ from baton.common.tracing import FLUSH_S, SpanSink, open_sink
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.copying import load_copies
 from baton.transfer.io import IoThread
+from baton.transfer.kv_publisher import KvPublisher, publisher_of
 from baton.transfer.process import ProcessSpec, pin_process
 from baton.transfer.reports import HandoffTimes, LaneReport, WorkerMetrics, WorkerStatus
 from baton.transfer.session.ledger import flow_of
@@ -82,6 +84,7 @@ class _Loaded:
     io: IoThread
     tiers: TierThread | None
     spans: SpanSink
+    publisher: KvPublisher | None
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
@@ -207,9 +210,14 @@ class WorkerProcess:
                 on_fatal=end_process,
             )
 
+        publisher = publisher_of(pool, spec.worker, config, self._clock)
+
         def post(effect: object) -> None:
             if isinstance(effect, TracedSpan):
                 spans.tell(effect)
+            elif isinstance(effect, PublishPages):
+                assert publisher is not None, effect
+                publisher.publish(effect.events)
             elif isinstance(effect, TierCommand):
                 assert tiers is not None, effect
                 tiers.post(effect)
@@ -217,7 +225,7 @@ class WorkerProcess:
                 io.post(effect)
 
         engine = EngineLoop(core, runner, post, self._clock, check=check)
-        self._loaded = _Loaded(pool, core, engine, io, tiers, spans)
+        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher)
         return io
 
     def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
@@ -240,6 +248,8 @@ class WorkerProcess:
     def serve(self) -> None:
         if self._running.tiers is not None:
             self._running.tiers.start()
+        if self._running.publisher is not None:
+            self._running.publisher.start()
         self._running.engine.start()
 
     # --------------------------------------------------------------------------------- told from outside
@@ -253,6 +263,8 @@ class WorkerProcess:
         counters |= {f"io.dropped.{name}": value for name, value in snapshot.dropped.items()}
         counters |= {f"mesh.{name}": value for name, value in asdict(snapshot.mesh).items()}
         counters["engine.refused_messages"] = loaded.engine.refused_messages
+        if loaded.publisher is not None:
+            counters["kv_events.dropped"] = loaded.publisher.dropped
         if loaded.tiers is not None:
             counters |= {f"tiers.{name}": value for name, value in loaded.tiers.counters().items()}
         return WorkerStatus(

@@ -114,7 +114,13 @@ class ModelCluster:
         turn = next(self._turns)
         matched = np.array([worker.matched_tokens(request) for worker in workers.values()], dtype=np.int64)
         for refused in (draining + starting, draining):
-            choice = seats.choice(self._first_tokens(request), refused, matched, turn, mixed(turn))
+            choice = seats.choice(
+                self._first_tokens(request),
+                refused,
+                (matched, np.ones(len(matched), dtype=np.bool_)),
+                turn,
+                mixed(turn),
+            )
             place = self._policy(dataclasses.replace(choice, prompt_tokens=request.prompt_tokens))
             if place is not None:
                 return seats.stamps[place].worker

@@ -29,6 +29,8 @@ SLACK = 4
 """So many requests more than the least loaded worker has may be on one that suits a prompt better."""
 COMPUTE_WEIGHT = 2.0
 """What a token that must be computed counts beside one that is waited for: it also keeps others waiting."""
+CLOSE = 0.5
+"""Costs that differ by less than this share of the prompt are as good as equal: news of what is waited for are late."""
 _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _MASK = (1 << 64) - 1
 
@@ -38,7 +40,8 @@ class Choice:
     """One prompt and the workers of a role, by place. Loads are the larger of what a worker says itself and of what
     this gateway has placed there, for heartbeats lag behind.
 
-    `matched`: tokens of the prompt that are cached there, 0 where that is not known; `requests`: that it has;
+    `matched`: tokens of the prompt that are cached there, 0 where that is not known; `current`: nothing that it said of
+    its cache is missing; `requests`: that it has;
     `waiting_tokens`: of prompts that are not computed (prefill) or admitted (decode) yet; `tokens_per_s`: 0 where
     nothing was measured; `affinity`: a hash of the worker and of how the prompt begins, the least is preferred;
     `turn`: how many choices there were before."""
@@ -48,6 +51,7 @@ class Choice:
     page_size: int
     takes: Bools
     matched: I64
+    current: Bools
     requests: I64
     waiting_tokens: I64
     free_pages: I64
@@ -82,34 +86,44 @@ def round_robin(choice: Choice) -> int | None:
 
 
 def prefix_aware(choice: Choice) -> int | None:
-    """Prefill: where the first token comes soonest, when what must be computed counts COMPUTE_WEIGHT times. Decode: of
-    those who have at most SLACK requests more than the least and room for the prompt, who has the most of it cached.
-    Where nobody is known to have any of it: the power of two choices, by the same costs."""
+    """Prefill: where the prompt is computed soonest, when what must be computed counts COMPUTE_WEIGHT times; of those
+    who are CLOSE to that, who has the most of it cached. Decode: of those who have at most SLACK requests more than the
+    least and room for the prompt, who has the most of it cached. Where nobody is known to have any of it, and news of
+    somebody are missing: the power of two choices, by the same costs."""
+    lost = not (choice.matched * choice.takes).any() and not choice.current[choice.takes].all()
     if choice.role == "decode":
-        return _prefix_aware_decode(choice)
+        return _of_two(choice, choice.requests) if lost else _prefix_aware_decode(choice)
     cost = prefill_cost(choice)
-    if not (choice.matched * choice.takes).any():
+    if lost:
         return _of_two(choice, cost)
-    return _preferred(choice, _least(cost, choice.takes))
+    able = choice.takes & (cost <= cost.min(initial=np.inf, where=choice.takes) + CLOSE * choice.prompt_tokens)
+    return _preferred(choice, _most_matched(choice, able))
 
 
 def _prefix_aware_decode(choice: Choice) -> int | None:
     if not (choice.matched * choice.takes).any():
-        return _of_two(choice, choice.requests)
+        return least_loaded(choice)
     able = _within_slack(choice)
     pages = -(-(choice.prompt_tokens - choice.matched) // choice.page_size)
     roomy = able & (choice.free_pages >= pages)
     able = roomy if roomy.any() else able
-    return _preferred(choice, able & (choice.matched == choice.matched[able].max(initial=0)))
+    return _preferred(choice, _most_matched(choice, able))
 
 
 def prefill_cost(choice: Choice) -> F64:
-    """Seconds until the prompt is computed there, nearly: where no speed is known, as if all were equally fast."""
+    """How long until the prompt is computed there, nearly, in tokens that a worker of average speed computes meanwhile;
+    who has told no speed counts as average."""
     speeds = choice.tokens_per_s
     known = speeds[speeds > 0]
-    speeds = np.where(speeds > 0, speeds, known.mean() if len(known) else 1.0)
-    cost: F64 = (choice.waiting_tokens + COMPUTE_WEIGHT * (choice.prompt_tokens - choice.matched)) / speeds
+    average = float(known.mean()) if len(known) else 1.0
+    work = choice.waiting_tokens + COMPUTE_WEIGHT * (choice.prompt_tokens - choice.matched)
+    cost: F64 = work * average / np.where(speeds > 0, speeds, average)
     return cost
+
+
+def _most_matched(choice: Choice, able: Bools) -> Bools:
+    best: Bools = able & (choice.matched == choice.matched.max(initial=0, where=able))
+    return best
 
 
 def _within_slack(choice: Choice) -> Bools:

@@ -22,7 +22,7 @@ from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvSnapshot, Load
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.routing.index import PrefixIndex
-from baton.deploy.routing.policies import I64, Policy, Role, policy_of
+from baton.deploy.routing.policies import I64, Bools, Policy, Role, policy_of
 from baton.deploy.routing.seats import Seats
 
 I32 = npt.NDArray[np.int32]
@@ -104,10 +104,11 @@ class Router:
         another one for another request."""
         seats = self._seats[role]
         names: tuple[int, ...] = ()
-        matched: I64 | None = None
+        cached: tuple[I64, Bools] | None = None
         if self.index is not None:
             names, matched = self._matched(seats.stamps, prompt, whole=role == "prefill")
-        choice = seats.choice(prompt, refused_by, matched, self._turns[role], draw)
+            cached = matched, np.array([self.index.is_current(stamp) for stamp in seats.stamps], dtype=np.bool_)
+        choice = seats.choice(prompt, refused_by, cached, self._turns[role], draw)
         place = self._policy(choice)
         if place is None:
             return None

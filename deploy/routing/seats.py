@@ -14,7 +14,7 @@ import numpy.typing as npt
 from baton.common.engine.policy import affinity_key, affinity_seeds, affinity_weights
 from baton.common.ids import Stamp
 from baton.common.messages import Load
-from baton.deploy.routing.policies import I64, Choice, Role
+from baton.deploy.routing.policies import I64, Bools, Choice, Role
 
 
 class Seats:
@@ -56,22 +56,25 @@ class Seats:
         self,
         prompt: npt.NDArray[np.int32],
         refused_by: Collection[Stamp],
-        matched: I64 | None,
+        cached: tuple[I64, Bools] | None,
         turn: int,
         draw: int,
     ) -> Choice:
-        """All that is known for a policy. None of `refused_by` takes it; `matched` None: nothing is known of caches."""
+        """All that is known for a policy. None of `refused_by` takes it. `cached`: `Choice.matched` and `current`."""
         takes = ~self._drains
         for stamp in refused_by:
             if stamp in self._places:
                 takes[self._places[stamp]] = False
         requests, waiting_tokens = np.maximum(self._said, self._placed)
+        count = len(self.stamps)
+        matched, current = cached or (np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.bool_))
         return Choice(
             role=self._role,
             prompt_tokens=len(prompt),
             page_size=self._page_size,
             takes=takes,
-            matched=np.zeros(len(self.stamps), dtype=np.int64) if matched is None else matched,
+            matched=matched,
+            current=current,
             requests=requests,
             waiting_tokens=waiting_tokens,
             free_pages=self._free_pages,

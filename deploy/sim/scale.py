@@ -97,8 +97,15 @@ class LargeWorld:
     """`requests` in all, at a rate that keeps the workers busy; the trace comes again when it is over, with other
     tokens."""
 
-    def __init__(self, workers: int, requests: int, trace: Sequence[TraceRequest], seed: int = 0) -> None:
-        settings = sized(workers)
+    def __init__(
+        self,
+        workers: int,
+        requests: int,
+        trace: Sequence[TraceRequest],
+        seed: int = 0,
+        settings: WorldSettings | None = None,
+    ) -> None:
+        settings = settings or sized(workers)
         self.world = World(settings, seed)
         self.world.gateway_config = GatewayConfig(max_inflight_requests=1 << 16)
         self.world.clients = PassingClients(settings)

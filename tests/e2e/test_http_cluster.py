@@ -22,14 +22,18 @@ import httpx
 import openai
 import pytest
 from otlp_receiver import Received, Receiver, receiving, tree
+from vllm_events import Subscriber
 
 from baton.client import AsyncClient, Client
 from baton.common.engine.fake_runner import fake_answer
+from baton.common.ids import WorkerId
 from baton.common.messages import SamplingParams
+from baton.common.routing_config import KvEventsConfig
 from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.cli import FAILED, OK, run_command
 from baton.deploy.show import all_idle
 from baton.deploy.tokenizer import ByteTokenizer
+from baton.transfer.kv_publisher import publishing_ports
 
 pytestmark = pytest.mark.ray
 
@@ -37,6 +41,8 @@ MAX_MODEL_LEN = 4096
 START_S = 200.0
 SETTLE_S = 20.0
 END_TOKEN = 257
+_PORT = 12_000 + os.getpid() % 16 * 1_200
+KV_EVENTS = KvEventsConfig(publish=True, port=_PORT, replay_port=_PORT + 600)
 
 
 @dataclass
@@ -71,6 +77,8 @@ def cluster(ray_session: str, collector: Receiver) -> Iterator[Cluster]:
     command += ["--ray-address", ray_session]
     command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]
     command += ["--set", f"tracing.endpoint={collector.url}", "--set", "tracing.sample_ratio=0"]
+    command += ["--set", "kv_events.publish=true", "--set", f"kv_events.port={KV_EVENTS.port}"]
+    command += ["--set", f"kv_events.replay_port={KV_EVENTS.replay_port}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         yield wait_until_served(process)
@@ -114,6 +122,28 @@ def test_it_says_what_was_decided_and_how_to_ask(cluster: Cluster) -> None:
     for worker in ("prefill-0", "decode-0", "decode-1", "gateway-0"):
         assert f"{worker}: ready" in shown
     assert f"curl {cluster.url}/v1/chat/completions" in shown
+
+
+def test_programs_outside_read_what_is_cached_as_vllm_tells_it(client: Client, cluster: Cluster) -> None:
+    prompt = "What is cached is told to whoever indexes it, block by block. " * 8
+    client.complete(prompt, max_tokens=4, temperature=0.0)
+    assert cluster.settle(client)
+    wanted = tuple(prompt.encode())
+    subscribers = [
+        Subscriber(KV_EVENTS.host, *publishing_ports(WorkerId(worker), KV_EVENTS))
+        for worker in ("prefill-0", "decode-0", "decode-1")
+    ]
+    try:
+        for subscriber in subscribers:
+            subscriber.replay()
+        longest = [max(map(len, one.tokens.values()), default=0) for one in subscribers]
+        assert longest[0] >= len(wanted) // 16 * 16, "whoever computed it has it"
+        assert max(longest[1:]) >= len(wanted) // 16 * 16, "and whoever it was handed to"
+        told = {tokens[: len(wanted)] for one in subscribers for tokens in one.tokens.values()}
+        assert wanted[: len(wanted) // 16 * 16] in {tokens[: len(wanted) // 16 * 16] for tokens in told}
+    finally:
+        for subscriber in subscribers:
+            subscriber.close()
 
 
 def test_answers_are_right_and_were_handed_over(client: Client, cluster: Cluster) -> None:

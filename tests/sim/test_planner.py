@@ -82,6 +82,7 @@ def real(split: Split, trace: Trace, seed: int) -> list[Answer]:
         step=MeasuredStep(COST),
         prefill_config=KNOBS.prefill,
         decode_config=KNOBS.decode,
+        routing=KNOBS.routing,
         request_timeout_s=1e4,
     )
     world = World(settings, seed)

@@ -28,6 +28,7 @@ from baton.common.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.common.routing_config import RoutingConfig
 from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
 from baton.deploy.routing.policies import SLACK
 
@@ -55,7 +56,11 @@ class Driver:
 
     def __init__(self, max_inflight: int = 8) -> None:
         self.core = GatewayCore(
-            GatewayConfig(max_inflight_requests=max_inflight), TransferConfig(resend_after_s=1.0), LivenessConfig(), 64
+            GatewayConfig(max_inflight_requests=max_inflight),
+            TransferConfig(resend_after_s=1.0),
+            LivenessConfig(),
+            64,
+            routing=RoutingConfig(policy="rendezvous"),
         )
         self.now = 0.0
         self.tokens: list[int] = []

@@ -4,59 +4,27 @@ over a network that loses, doubles and overtakes, and through restarts."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import pytest
+from kv_events_rig import PAGE, Holder, make_pool, use
 
 from baton.common.engine.core_api import MembershipView, SendTo
 from baton.common.engine.kv_feed import KEPT_BATCHES, KvFeed, PublishPages
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.kv.events import NO_PARENT, AllRemoved, PageEvent, PagesRemoved, PagesStored, page_names
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.kv.pool import KvPool, Refused
+from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.names import PrefixCacheName
-from baton.common.kv.record import ReqKvInfo
 from baton.common.messages import KvEvents, KvEventsWanted, KvSnapshot, Member
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.sim.watch_caches import names_in
 
-PAGE = 4
 GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(7))
 WORKER = Stamp(WorkerId("prefill-0"), 1, Epoch(8))
 VIEW = MembershipView(1, (Member(stamp=GATEWAY, role="gateway", address=""),))
 RESEND_S = 0.5
-
-
-@dataclass
-class Holder:
-    kv: ReqKvInfo | None = None
-
-
-def make_pool(cache: PrefixCacheName = "radix", pages: int = 24, layout: KvLayout | None = None) -> KvPool:
-    layout = layout or KvLayout(PAGE)
-    return KvPool(layout, dict.fromkeys(layout.components, pages + 1), 4, 64, cache, events=True)
-
-
-def use(pool: KvPool, rng: Random) -> None:
-    """One request of few different tokens, computed in chunks; or cached pages are given up."""
-    if rng.random() < 0.2:
-        pool.evict(rng.randint(1, 6)) if rng.random() < 0.8 else pool.clear_cache()
-        return
-    tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
-    holder = Holder()
-    for end in sorted({rng.randint(1, len(tokens)), len(tokens)}):
-        if holder.kv is not None and end <= holder.kv.kv_committed_len:
-            continue
-        if isinstance(pool.prepare_for_extend(holder, tokens, end), Refused):
-            break
-        assert holder.kv is not None
-        pool.take_state_copies([holder.kv])
-        if rng.random() < 0.7:
-            pool.cache_unfinished_req(holder, tokens)
-    if holder.kv is not None:
-        pool.release_kv_cache(holder, tokens, rng.random() < 0.9)
 
 
 def played(events: Iterable[PageEvent], held: set[int]) -> None:

@@ -90,9 +90,13 @@ def test_prefix_aware_prefill_weighs_computing_against_waiting() -> None:
     assert prefix_aware(choice(matched=[0, 64, 0])) == 1
     assert prefix_aware(choice(matched=[0, 64, 0], waiting_tokens=[0, 100, 0])) == 1
     assert prefix_aware(choice(matched=[0, 64, 0], waiting_tokens=[500, 400, 0])) == 2, "to wait takes longer"
+    assert prefix_aware(choice(matched=[0, 32, 0], waiting_tokens=[500, 110, 0])) == 1, "it is close"
+    assert prefix_aware(choice(matched=[0, 32, 0], waiting_tokens=[500, 120, 0])) == 2, "it is not any more"
     speeds = choice(matched=[16, 16, 0], tokens_per_s=[100.0, 1000.0, 0.0])
     assert prefix_aware(speeds) == 1, "who computes faster"
-    assert prefix_aware(choice(waiting_tokens=[0, 900, 900], draw=1)) in (0, 1, 2)
+    assert prefix_aware(choice(waiting_tokens=[9, 900, 0], current=[True] * 3)) == 2, "nobody has it: the least to do"
+    lost = {prefix_aware(choice(waiting_tokens=[9, 900, 0], draw=draw)) for draw in range(60)}
+    assert lost == {0, 2}, "nobody knows: the better one of two"
 
 
 def test_prefix_aware_decode_wants_the_prefix_within_the_slack_and_room() -> None:
