@@ -195,12 +195,16 @@ def test_requests_do_not_notice_that_the_controller_was_killed(cluster: ClusterH
 
 
 def test_a_killed_gateway_comes_back_on_its_port_and_what_it_ran_is_released(cluster: ClusterHandle) -> None:
+    """A client that comes back goes on there where it was; one that does not is told."""
     rng = random.Random(10)
-    with Client(cluster.gateway_url) as client:
+    with Client(cluster.gateway_url, retries=0) as client, Client(cluster.gateway_url, retries=100) as patient:
         pool, futures = begin(client, [question(rng, prompt_tokens=150, max_tokens=1000) for _ in range(4)])
-        find(cluster, (D0, D1), lambda status: status.load.running > 0)
+        asked = question(rng, prompt_tokens=150, max_tokens=300)
+        stream = patient.stream(list(asked.prompt), max_tokens=300, temperature=0.0, ignore_eos=True)
+        text = next(stream)
         assert kill(cluster, WorkerId("gateway-0"))
         assert all(future.result().lost_gateway for future in futures)
+        assert text + "".join(stream) == Question(asked.prompt, 300).expected
         pool.shutdown()
     wait_clean(cluster)
     with Client(cluster.gateway_url) as client:
