@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/baton demo
 
 # Two halves at once, a core for each: what needs no cluster (its output comes at the end), and what starts processes.
-ALONE := tests/sim tests/property tests/unit
+ALONE := tests/sim tests/property tests/unit tests/e2e/test_model_parity.py
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(ALONE) >$(VENV)/alone.log 2>&1 & alone=$$!; \
 	trap 'kill $$alone' INT TERM; \
