@@ -124,9 +124,11 @@ class TokenLogprob(_Value, frozen=True, kw_only=True):
 
 
 class Timeline(_Value, frozen=True, kw_only=True):
-    """Where one request's time and bytes went, in seconds, as measured by the decode worker. Sums add up over
-    attempts. `prompt_tokens == local_tokens + cached_tokens + restored_tokens + transferred_tokens`."""
+    """Where one request's time and bytes went, in seconds, as measured by the decode worker (and, of the first, by its
+    gateway). Sums add up over attempts.
+    `prompt_tokens == local_tokens + cached_tokens + restored_tokens + transferred_tokens`."""
 
+    gateway_s: float = 0.0  # arrival at the gateway until it had its turn there
     queue_s: float = 0.0  # arrival at decode until its pages were promised
     reserve_wait_s: float = 0.0  # of which: waited because pages or staging were short
     restore_s: float = 0.0  # waited for the tiers below the pool

@@ -94,7 +94,8 @@ class TokensArrived(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """The one outcome: `finish_reason` ("stop" | "length") or `failure`. `retry_after_s` is advice to the client."""
+    """The one outcome: `finish_reason` ("stop" | "length") or `failure`. `retry_after_s` is advice to the client;
+    `timeline` is the worker's account."""
 
     request_id: RequestId
     finish_reason: str
@@ -102,6 +103,7 @@ class RequestEnded:
     timeline: Timeline | None
     placements: int
     retry_after_s: float | None = None
+    waited_s: float = 0.0  # for its turn at the gateway
 
 
 GatewayEffect = SendTo | TokensArrived | RequestEnded
@@ -143,6 +145,8 @@ class _Request:
     state: State
     priority: int
     tenant: Tenant
+    arrived_s: float
+    waited_s: float = 0.0  # for its turn
     placement: int = 0
     outputs: list[int] = field(default_factory=list)
     session: Session | None = None
@@ -229,7 +233,7 @@ class GatewayCore:
                 self._sessions.end_turn(session, None, now)
             return [RequestEnded(request_id, "", refused.failure, None, 0, refused.retry_after_s)]
         state = Waiting(now + self._worker_wait_s)
-        request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, tenant, session=session)
+        request = _Request(request_id, prompt, sampling, now + timeout_s, state, priority, tenant, now, session=session)
         self._requests[request_id] = request
         self._deadlines.set(request_id, request.deadline_s)
         self._timers.set(request_id, state.give_up_s)
@@ -266,7 +270,7 @@ class GatewayCore:
         request = self._requests.get(request_id)
         out: list[GatewayEffect] = []
         if request is not None:
-            ended = RequestEnded(request_id, "stop", None, None, request.placement + 1)
+            ended = RequestEnded(request_id, "stop", None, None, request.placement + 1, waited_s=request.waited_s)
             self._demand.answered(len(request.prompt), len(request.outputs), None)
             self._release_current(request, now, out, answered=True)
             self._leave(request)
@@ -384,6 +388,7 @@ class GatewayCore:
         while (request_id := self._admission.next_in(len(self._requests), now)) is not None:
             request = self._requests[request_id]
             request.state = Waiting(now + self._worker_wait_s)
+            request.waited_s = now - request.arrived_s
             self._place(request, now, out)
         self._admission.rest(now)
 
@@ -525,7 +530,12 @@ class GatewayCore:
             return
         self._leave(request)
         ended = RequestEnded(
-            request.request_id, message.finish_reason, failure, message.timeline, request.placement + 1
+            request.request_id,
+            message.finish_reason,
+            failure,
+            message.timeline,
+            request.placement + 1,
+            waited_s=request.waited_s,
         )
         self._end(request, ended, now, out, answered_by=sender if failure is None else None)
 

@@ -346,7 +346,7 @@ class Gateway:
             ttft_s=ttft_s,
             total_s=(last_s if stopped else now) - arrived_s,
             placements=event.placements,
-            timeline=event.timeline or Timeline(),
+            timeline=structs.replace(event.timeline or Timeline(), gateway_s=event.waited_s),
         )
 
     def _tell_spans(self, answer: AnswerSpans, sampling: SamplingParams, end: AnswerEnd | None, error: str) -> None:

@@ -256,7 +256,7 @@ def timing_line(answer: Answer) -> str:
     parts = [
         f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)",
         f"first token {_ms(answer.ttft_s or 0.0)}",
-        f"queue {_ms(time.queue_s)}",
+        f"queue {_ms(time.gateway_s + time.queue_s)}",
     ]
     if time.lane:
         moved = f"{format_bytes(time.transfer_bytes)} over {time.lane}"

@@ -9,6 +9,7 @@ def stages_of(timeline: Timeline) -> dict[str, float]:
     """Seconds. `reserve` is a part of `queue`, `scatter` of `transfer`, and what there is of `prefill` and `transfer`
     lies in `handoff`, if there was one."""
     return {
+        "gateway": timeline.gateway_s,
         "queue": timeline.queue_s,
         "reserve": timeline.reserve_wait_s,
         "restore": timeline.restore_s,

@@ -33,9 +33,9 @@ async function reason(response) {
 
 // ------------------------------------------------------------------------------------------------ a timeline
 
-const STAGES = ["queue", "reserve", "restore", "prefill", "transfer", "decode", "rest"];
+const STAGES = ["gateway", "queue", "reserve", "restore", "prefill", "transfer", "decode", "rest"];
 const STAGE_WORDS = {
-  queue: "waited for its turn", reserve: "waited for pages", restore: "read from tiers", prefill: "prompt computed",
+  gateway: "waited for its turn", queue: "waited on its worker", reserve: "waited for pages", restore: "read from tiers", prefill: "prompt computed",
   transfer: "KV handed over", decode: "tokens produced", rest: "gateway and network",
 };
 
@@ -44,6 +44,7 @@ export function stages(extension) {
   const time = extension.timeline;
   const handed = time.handoff_s > 0;
   const spans = {
+    gateway: time.gateway_s,
     queue: Math.max(0, time.queue_s - time.reserve_wait_s),
     reserve: time.reserve_wait_s,
     restore: time.restore_s,

@@ -223,7 +223,7 @@ def test_server_timing_has_every_stage(served: Served) -> None:
     timing = post(served, "/v1/completions", prompt="hi there").headers["Server-Timing"]
     stages = {part.partition(";")[0] for part in timing.split(", ")}
     assert stages == {
-        "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
+        "gateway", "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
         "moved", "ttft", "total",
     }  # fmt: skip
     assert 'moved;desc="4096 bytes by local"' in timing

@@ -221,6 +221,13 @@ def test_what_has_no_seat_waits_here_and_keys_take_turns() -> None:
     assert door.answer("a1") == ["a3"]
     assert door.take(door.core.cancel(RequestId("a4"), door.now)) == []
     assert door.answer("a2") == []
+    door.now = 2.5
+    assert door.ask("b1", TWO) == ["b1"]
+    assert door.ask("b2", TWO) == []
+    door.now = 4.0
+    assert door.answer("b1") == ["b2"]
+    door.answer("b2")
+    assert [end.waited_s for end in door.ended[-2:]] == [0.0, 1.5]
 
 
 def test_a_worker_with_a_queue_of_its_own_is_given_what_it_runs_and_one_more() -> None:
