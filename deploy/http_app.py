@@ -32,7 +32,7 @@ from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, current_request_id, fai
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_door import Door
-from baton.deploy.http_parts import error_response, json_response, owner_of, read_body
+from baton.deploy.http_parts import IdempotencyKey, error_response, json_response, owner_of, read_body
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
 from baton.deploy.openai_answers import answer_json, prepare
@@ -131,10 +131,10 @@ class HttpApi:
 
     # ------------------------------------------------------------------------------------------- answers
 
-    def _generation(self, path: str, answer: _Answer) -> Callable[[Request], Awaitable[Response]]:
-        async def handle(request: Request) -> Response:
+    def _generation(self, path: str, answer: _Answer) -> Callable[..., Awaitable[Response]]:
+        async def handle(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
             """An answer, or, with `stream`, server-sent events."""
-            request_id, owner, key = current_request_id(), owner_of(request), request.headers.get("idempotency-key")
+            request_id, owner, key = current_request_id(), owner_of(request), idempotency_key
             try:
                 body = await self._read_body(request)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from typing import Annotated
+
+from fastapi import Header, Request, Response
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.deploy.openai_replies import encode, http_error
 
-MAX_KEY_CHARS = 256
-"""Of an `Idempotency-Key`."""
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=256)]
+"""For routes where a repeat is harmless with it (docs/CLIENT.md)."""
 
 
 def owner_of(request: Request) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import httpx
@@ -63,27 +64,36 @@ class Connection:
             raise response_error(response)
         return response.content
 
-    async def insist(self, method: str, path: str, options: Callable[[], dict[str, Any]] = dict) -> bytes:
-        """A call that changes nothing when it is made twice, made again while nobody is there or there is no room.
-        `options` are made anew for each try. Raises RequestError, ClusterUnreachable."""
+    async def insist(
+        self,
+        method: str,
+        path: str,
+        options: Callable[[], dict[str, Any]] = dict,
+        *,
+        retries: int | None = None,
+    ) -> bytes:
+        """A call that changes nothing when it is made twice, made again while nobody is there or there is no room: so
+        many times, or for as long as there is patience. `options` are made anew for each try. Raises RequestError,
+        ClusterUnreachable."""
         loop = asyncio.get_running_loop()
-        give_up_s, attempt = loop.time() + self._patience_s, 0
-        while True:
-            wait_s = pause_s(attempt)
+        give_up_s = loop.time() + self._patience_s
+        for tries in count():
+            last = loop.time() >= give_up_s if retries is None else tries >= retries
+            wait_s = pause_s(tries)
             try:
                 response = await self._http.request(method, path, **options())
                 if not response.is_error:
                     return response.content
                 refused = response_error(response)
                 come_back = refused.retry_after_s is not None or refused.code in _AWAY
-                if not come_back or loop.time() >= give_up_s:
+                if last or not come_back:
                     raise refused
                 wait_s = refused.retry_after_s or wait_s
             except httpx.TransportError as error:
-                if loop.time() >= give_up_s or not may_come_back(error):
+                if last or not may_come_back(error):
                     raise self.unreachable(error) from error
-            attempt += 1
             await asyncio.sleep(wait_s)
+        raise AssertionError("one of them was the last one")
 
     @asynccontextmanager
     async def download(self, path: str) -> AsyncGenerator[AsyncGenerator[bytes, None], None]:

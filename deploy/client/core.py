@@ -144,7 +144,7 @@ class AsyncClient:
         """One prompt or several, to be answered whatever is restarted meanwhile, this process included: `job(id)` finds
         it again. Submitting with the same `key` and the same prompts gives the same job."""
         several = [cast(Prompt, prompts)] if is_one_prompt(prompts) else list(cast(Iterable[Prompt], prompts))
-        lines = lines_for(several, await self.model(), params)
+        lines = lines_for(several, await self._name(retries=None), params)
         return await self.submit_lines(lines, window=window, metadata=metadata, key=key)
 
     async def submit_lines(
@@ -181,8 +181,11 @@ class AsyncClient:
 
     async def model(self) -> str:
         """The name of the model that is served; asked once."""
+        return await self._name(self._retries)
+
+    async def _name(self, retries: int | None) -> str:
         if self._model is None:
-            models = msgspec.json.decode(await self._connection.call("GET", "/v1/models"))
+            models = msgspec.json.decode(await self._connection.insist("GET", "/v1/models", retries=retries))
             self._model = str(models["data"][0]["id"])
         return self._model
 

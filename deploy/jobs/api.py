@@ -13,13 +13,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from baton.common.config import JobsConfig
-from baton.deploy.http_parts import MAX_KEY_CHARS, json_response, owner_of, read_body, refuse_declared, too_large
+from baton.deploy.http_parts import IdempotencyKey, json_response, owner_of, read_body, refuse_declared, too_large
 from baton.deploy.jobs.records import FileRecord
 from baton.deploy.jobs.shapes import (
     BatchObject,
@@ -45,8 +45,6 @@ FORM_BYTES = 1 << 20
 MAX_LINE = (1 << 63) - 1
 JSONL = "application/jsonl"
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
-Key = Annotated[str | None, Header(min_length=1, max_length=MAX_KEY_CHARS)]
-"""`Idempotency-Key`."""
 UPLOAD: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -94,7 +92,7 @@ class JobsApi:
 
     # -------------------------------------------------------------------------------------------- files
 
-    async def upload(self, request: Request, idempotency_key: Key = None) -> Response:
+    async def upload(self, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Keeps a file with requests, one JSON object a line, for a batch."""
         most = self._settings.max_file_bytes
         refuse_declared(request, most + FORM_BYTES, "jobs.max_file_bytes")
@@ -156,7 +154,7 @@ class JobsApi:
 
     # ------------------------------------------------------------------------------------------ batches
 
-    async def create_batch(self, request: Request, idempotency_key: Key = None) -> Response:
+    async def create_batch(self, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Answers every line of a file, whatever is restarted meanwhile."""
         wanted = parse(BatchRequest, await read_body(request, self._max_body_bytes), {"output_expires_after": ()})
         window = wanted.completion_window

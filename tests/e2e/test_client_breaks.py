@@ -49,7 +49,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_goes_on_where_its_connection_broke() -> None:
     with serving(Loopback(script=saying(TEXT), pace_s=0.005)) as served:
         budgets = [0, 100, 700, 1500, 4000, 9000]
-        with cutting(served.url, budgets) as proxy, Client(proxy.url, retries=3, model="fake") as client:
+        with cutting(served.url, budgets) as proxy, Client(proxy.url, retries=3) as client:
             stream = client.stream("x", max_tokens=200)
             assert "".join(stream) == TEXT == stream.answer.text
             assert proxy.cuts == 6
@@ -62,7 +62,7 @@ def test_a_map_through_a_proxy_that_cuts_computes_each_answer_once(seed: int) ->
     prompts = [f"{n} {'x' * rng.randrange(30)}" for n in range(12)]
     with serving(Loopback(script=echo, pace_s=0.001)) as served:
         budgets = [rng.choice((0, 1, 300, 2000, 6000)) for _ in range(RETRIES)]
-        with cutting(served.url, budgets) as proxy, Client(proxy.url, retries=RETRIES, model="fake") as client:
+        with cutting(served.url, budgets) as proxy, Client(proxy.url, retries=RETRIES) as client:
             answers = client.map(prompts, concurrency=5, max_tokens=100)
             assert proxy.cuts > 10
         assert [answer.text for answer in answers] == prompts
@@ -74,7 +74,7 @@ def test_a_job_through_a_proxy_that_cuts_is_one_job() -> None:
     prompts = [f"prompt {n}" for n in range(10)]
     with serving(Loopback(script=echo)) as served:
         budgets = [rng.choice((0, 50, 200, 1000)) for _ in range(20)]
-        with cutting(served.url, budgets) as proxy, Client(proxy.url, model="fake") as client:
+        with cutting(served.url, budgets) as proxy, Client(proxy.url) as client:
             results = client.submit(prompts, max_tokens=100).results(GIVE_UP_S)
             assert [one.text for one in results if isinstance(one, Answer)] == prompts
             assert proxy.cuts > 2
@@ -84,7 +84,7 @@ def test_a_job_through_a_proxy_that_cuts_is_one_job() -> None:
 
 def test_it_ends_when_there_are_no_more_tries() -> None:
     with serving(Loopback(script=saying(TEXT))) as served, cutting(served.url, [300] * 10) as proxy:
-        with Client(proxy.url, retries=2, model="fake") as client, pytest.raises(ClusterUnreachable, match="broke"):
+        with Client(proxy.url, retries=2) as client, pytest.raises(ClusterUnreachable, match="broke"):
             client.complete("x", max_tokens=200)
         assert proxy.cuts == 3
 
@@ -94,7 +94,7 @@ def test_it_ends_when_there_are_no_more_tries() -> None:
 
 def handed_over(first: Served, second: Served) -> Iterator[str]:
     """The text of a stream that loses its gateway after some of it."""
-    with cutting(first.url) as proxy, Client(proxy.url, retries=RETRIES, model="fake") as client:
+    with cutting(first.url) as proxy, Client(proxy.url, retries=RETRIES) as client:
         stream = client.stream("x", max_tokens=200)
         yield next(stream)
         yield next(stream)
@@ -196,7 +196,7 @@ def test_a_map_is_in_the_order_of_its_prompts_and_within_its_bound(
     running.clear()
 
     async def ask() -> list[str]:
-        async with AsyncClient(served.url, model="fake") as client:
+        async with AsyncClient(served.url) as client:
             return [answer.text for answer in await client.map(iter(prompts), concurrency=concurrency, max_tokens=50)]
 
     assert asyncio.run(ask()) == prompts

@@ -142,7 +142,7 @@ def test_a_map_with_a_key_is_a_job(served: Served) -> None:
 
 
 def test_patience_ends() -> None:
-    with Client(NOBODY, patience_s=0.3, model="fake") as client, pytest.raises(ClusterUnreachable, match="nobody"):
+    with Client(NOBODY, patience_s=0.3) as client, pytest.raises(ClusterUnreachable, match="nobody"):
         client.submit("a")
 
 
