@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
 
 setup: $(READY)
 
@@ -116,6 +116,8 @@ bench-prefix: $(READY)
 	$(BIN)/python benchmarks/bench_prefix.py --write docs/benchmarks/prefix.md
 # What `baton plan` says against what happens, with pieces of public traces (TRACES=folder; else made-up requests).
 TRACES ?= $(wildcard ../shared/data/traces)
+bench-routing: $(READY)
+	$(BIN)/python -m benchmarks.bench_routing --traces $(TRACES)
 bench-planner: $(READY)
 	$(BIN)/python benchmarks/bench_planner.py $(if $(TRACES),--traces $(TRACES)) --write docs/PLANNER.md
 

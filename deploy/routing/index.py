@@ -9,7 +9,8 @@ a worker anything by itself (`wants` says what to ask for), or names a page that
       not missing. It is asked again when nothing has come for `resend_s`.
 - X3  A new process in a seat is a new worker: of its predecessor nothing is known any more.
 - X4  At most `max_pages` names are kept, of all workers together. What would be too many is not added, and counted;
-      what is known is still true then, and never more than there is.
+      what is known is still true then, and never more than there is. A tree that holds a page holds all before it, so
+      one name tells of those that had no room, too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ prompts that come together and begin alike are not computed side by side for wan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +106,10 @@ class Router:
         names: tuple[int, ...] = ()
         cached: tuple[I64, Bools] | None = None
         if self.index is not None:
-            names, matched = self._matched(seats.stamps, prompt, whole=role == "prefill")
-            cached = matched, np.array([self.index.is_current(stamp) for stamp in seats.stamps], dtype=np.bool_)
+            names = tuple(page_names(prompt, self._page_size))
+            pages = np.fromiter(self._matched(self.index, seats.stamps, names), dtype=np.int64, count=len(seats))
+            current = np.fromiter(map(self.index.is_current, seats.stamps), dtype=np.bool_, count=len(seats))
+            cached = np.minimum(pages * self._page_size, max(0, len(prompt) - 1)), current
         choice = seats.choice(prompt, refused_by, cached, self._turns[role], draw)
         place = self._policy(choice)
         if place is None:
@@ -115,7 +117,7 @@ class Router:
         assert choice.takes[place], f"the policy chose {seats.stamps[place]}, which cannot take the request"
         self._turns[role] += 1
         tokens = len(prompt) - int(choice.matched[place]) if role == "prefill" else len(prompt)
-        return self.put(Placement(seats.stamps[place], tokens, names))
+        return self.put(Placement(seats.stamps[place], tokens, names if role == "prefill" else ()))
 
     def put(self, placement: Placement) -> Placement:
         """It is there, for a reason of its own or by choice."""
@@ -131,34 +133,20 @@ class Router:
         placed = self._placed.setdefault(stamp, _Placed())
         placed.requests += sign
         placed.tokens += sign * placement.tokens
-        for name in placement.names:
-            placed.names[name] += sign
-            if not placed.names[name]:
-                del placed.names[name]
+        if sign > 0:
+            placed.names.update(placement.names)
+        else:
+            _take_away(placed.names, placement.names)
         for seats in self._seats.values():
             seats.placed(stamp, placed.requests, placed.tokens)
         if not placed.requests:
             del self._placed[stamp]
 
-    def _matched(self, stamps: Iterable[Stamp], prompt: I32, *, whole: bool) -> tuple[tuple[int, ...], I64]:
-        """How much of the prompt each has, or will have. The names of its pages: all of them where `whole`, else as far
-        as anybody has them."""
-        assert self.index is not None
-        stamps = list(stamps)
-        matched = np.zeros(len(stamps), dtype=np.int64)
-        sources = []
-        for place, stamp in enumerate(stamps):
+    def _matched(self, index: PrefixIndex, stamps: Iterable[Stamp], names: Sequence[int]) -> Iterator[int]:
+        """How many of a prompt's first pages each has, or will have."""
+        for stamp in stamps:
             placed = self._placed.get(stamp)
-            sources.append((place, self.index.names_of(stamp), placed.names if placed is not None else ()))
-        names = []
-        for count, name in enumerate(page_names(prompt, self._page_size), start=1):
-            sources = [one for one in sources if name in one[1] or name in one[2]]
-            for place, _, _ in sources:
-                matched[place] = count
-            if not sources and not whole:
-                break
-            names.append(name)
-        return tuple(names) if whole else (), np.minimum(matched * self._page_size, max(0, len(prompt) - 1))
+            yield max(_held(names, index.names_of(stamp)), _held(names, placed.names) if placed is not None else 0)
 
     def seats(self, role: Role) -> Seats:
         """Who is there and has been heard."""
@@ -168,3 +156,26 @@ class Router:
     def idle(self) -> bool:
         """Nothing of this gateway's is anywhere."""
         return not self._placed
+
+
+def _held(names: Sequence[int], have: Container[int]) -> int:
+    """How many of the first `names` are had. Whoever has a page has all before it, so most are not asked for."""
+    if not names or names[0] not in have:
+        return 0
+    least, most = 1, len(names)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if names[middle - 1] in have:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _take_away(counts: Counter[int], names: Iterable[int]) -> None:
+    for name in names:
+        left = counts[name] - 1
+        if left:
+            counts[name] = left
+        else:
+            del counts[name]

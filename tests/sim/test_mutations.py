@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.common.kv.events import PageLog
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import PrefixLease
 from baton.common.kv.prefix.radix_cpp import RadixCacheCpp
@@ -41,6 +42,7 @@ from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
+from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.session_book import SessionBook
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -771,6 +773,41 @@ def refuse_whoever_comes_last(patch):
     patch.setattr(FairQueue, "last_of_longest", lambda self, than: None)
 
 
+def keep_quiet_about_what_is_evicted(patch):
+    """A pool says what its tree has come to hold, and not what it gives up."""
+    patch.setattr(PageLog, "removed", lambda self, pages: None)
+
+
+def take_batches_out_of_turn(patch):
+    """An index takes a batch of changes before those that come before it."""
+
+    def mutated(self, sender, message, now):
+        known = self._known.get(sender)
+        if known is not None and message.seq > known.seq:
+            known.seq, known.ahead = message.seq - 1, {message.seq: message}
+            self._take_ahead(known, now)
+
+    patch.setattr(PrefixIndex, "on_events", mutated)
+
+
+def ask_for_no_changes(patch):
+    """A gateway that has missed a batch of changes does not ask for it."""
+    patch.setattr(PrefixIndex, "wants", lambda self, sender, seq, now: None)
+
+
+def inherit_a_predecessors_cache(patch):
+    """A new process in a seat is taken to hold what its predecessor did."""
+    alive = PrefixIndex.alive
+
+    def mutated(self, stamps):
+        names = {stamp.worker: known.names for stamp, known in self._known.items()}
+        alive(self, stamps)
+        for stamp, known in self._known.items():
+            known.names = names.get(stamp.worker, known.names)
+
+    patch.setattr(PrefixIndex, "alive", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -838,6 +875,10 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     leave_seats_free,
     keep_nobody_waiting,
     refuse_whoever_comes_last,
+    keep_quiet_about_what_is_evicted,
+    take_batches_out_of_turn,
+    ask_for_no_changes,
+    inherit_a_predecessors_cache,
 ]
 
 
