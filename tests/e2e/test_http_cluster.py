@@ -7,6 +7,7 @@ that brings its own Ray: test_http_demo.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from baton.common.ids import WorkerId
 from baton.common.messages import SamplingParams
 from baton.common.routing_config import KvEventsConfig
 from baton.decode.filling import LOCAL_SHARE
+from baton.deploy.api_keys import ApiKey, entry_line
 from baton.deploy.cli import FAILED, OK, run_command
 from baton.deploy.show import all_idle
 from baton.deploy.tokenizer import ByteTokenizer
@@ -41,6 +43,9 @@ MAX_MODEL_LEN = 4096
 START_S = 200.0
 SETTLE_S = 20.0
 END_TOKEN = 257
+SECRET = "zyxwvut-never-to-be-logged"
+"""Nothing that is asked for with it may be told by a log; and it is the cluster's API key, the only one."""
+KEYED = {"Authorization": f"Bearer {SECRET}"}
 _PORT = 12_000 + os.getpid() % 16 * 1_200
 KV_EVENTS = KvEventsConfig(publish=True, port=_PORT, replay_port=_PORT + 600)
 
@@ -72,16 +77,21 @@ def collector() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_session: str, collector: Receiver) -> Iterator[Cluster]:
+def cluster(ray_session: str, collector: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(entry_line(ApiKey(name="tests", sha256=hashlib.sha256(SECRET.encode()).hexdigest())))
     command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", "0"]
     command += ["--ray-address", ray_session]
     command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]
     command += ["--set", f"tracing.endpoint={collector.url}", "--set", "tracing.sample_ratio=0"]
     command += ["--set", "kv_events.publish=true", "--set", f"kv_events.port={KV_EVENTS.port}"]
     command += ["--set", f"kv_events.replay_port={KV_EVENTS.replay_port}"]
+    command += ["--set", f"gateway.api_keys_file={keys}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        yield wait_until_served(process)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BATON_API_KEY", SECRET)  # of every client and command here
+            yield wait_until_served(process)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -160,8 +170,19 @@ def test_answers_are_right_and_were_handed_over(client: Client, cluster: Cluster
     assert cluster.settle(client)
 
 
+def test_a_stranger_is_let_nowhere(cluster: Cluster) -> None:
+    for key in ("", "Bearer wrong", f"Bearer {SECRET} "[:-2]):
+        refused = httpx.post(f"{cluster.url}/v1/completions", headers={"Authorization": key}, timeout=20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(f"{cluster.url}/health", timeout=20).status_code == 200
+
+
 def traced(cluster: Cluster, trace_id: str, **body: object) -> httpx.Response:
-    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01", "tracestate": "vendor=1", "X-Request-Id": "mine"}
+    headers = KEYED | {
+        "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
+        "tracestate": "vendor=1",
+        "X-Request-Id": "mine",
+    }
     return httpx.post(f"{cluster.url}/v1/completions", json={"model": "fake", **body}, headers=headers, timeout=60)
 
 
@@ -223,7 +244,10 @@ def test_who_is_not_sampled_is_not_traced(cluster: Cluster) -> None:
     assert (
         "traceparent"
         not in httpx.post(
-            f"{cluster.url}/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": 1}, timeout=60
+            f"{cluster.url}/v1/completions",
+            json={"model": "fake", "prompt": "x", "max_tokens": 1},
+            headers=KEYED,
+            timeout=60,
         ).headers
     )
 
@@ -254,7 +278,7 @@ def test_many_at_once_are_all_right(cluster: Cluster) -> None:
 
 
 def test_the_openai_package_sees_a_stream(cluster: Cluster) -> None:
-    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=SECRET)
     chunks = list(
         client.completions.create(
             model="fake", prompt="streamed", max_tokens=60, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -340,12 +364,9 @@ def test_who_holds_the_pages(cluster: Cluster, capfd: pytest.CaptureFixture[str]
     assert "Traceback" not in said
 
 
-SECRET = "zyxwvut-never-to-be-logged"
-
-
 def ask_with_secrets(cluster: Cluster) -> dict[str, httpx.Response]:
     """Every way that a request can go, by name. Each has the secret in it."""
-    with httpx.Client(base_url=cluster.url, timeout=60, headers={"Authorization": f"Bearer {SECRET}"}) as http:
+    with httpx.Client(base_url=cluster.url, timeout=60, headers=KEYED) as http:
 
         def ask(path: str, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
             return http.post(path, json={"model": "fake", "max_tokens": 4, "prompt": SECRET, **body}, headers=headers)
@@ -410,7 +431,7 @@ def test_the_log_has_a_line_for_each_request_and_no_word_of_it(
     whole = by_id[answers["whole"].headers["X-Baton-Request-Id"]]
     assert (whole["reason"], whole["prompt_tokens"], whole["completion_tokens"]) == ("length", len(SECRET), 4)
     assert whole["stages_ms"].keys() == {
-        "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
+        "gateway", "queue", "reserve", "restore", "handoff", "prefill", "transfer", "scatter", "decode_queue", "decode",
     }  # fmt: skip
     reasons = {name: by_id[one].get("reason") for one, name in wanted.items()}
     assert (reasons["deadline"], reasons["long"], reasons["model"]) == (
