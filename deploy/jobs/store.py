@@ -1,7 +1,7 @@
 """Files, batches and the lines of batches, kept in a database: what is told to a client is kept, whoever dies.
 
-Owns: every statement about the tables of `schema.py`, and with them who may see what, that a line has one outcome, and
-that a batch ends when all of its lines have one. Never: time (handed in), threads, or what a request is.
+Owns: who may see what, and who may answer which line. With `outcomes`, which has what lines come to, it has every
+statement about the tables of `schema.py`. Never: time (handed in), threads, or what a request is.
 
 Each verb is one transaction. Who writes to a batch's lines and counts locks the batch's row first; who only claims or
 renews lines locks lines alone, in their order: so nobody waits for each other in a circle.
@@ -14,13 +14,14 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, groupby
+from itertools import groupby
 
 import msgspec
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.deploy.jobs.databases import Database, Row, Transaction, Value
-from baton.deploy.jobs.lines import find_faults, numbered, read_line, unanswered
+from baton.deploy.jobs.databases import Database, Row, Transaction
+from baton.deploy.jobs.lines import find_faults, numbered, read_line
+from baton.deploy.jobs.outcomes import answers, end, end_early, write
 from baton.deploy.jobs.records import (
     OPEN,
     BatchRecord,
@@ -30,8 +31,6 @@ from baton.deploy.jobs.records import (
     LineEnd,
     LineKey,
     Outcome,
-    Result,
-    Status,
 )
 from baton.deploy.jobs.tables import (
     ROWS_AT_ONCE,
@@ -44,16 +43,6 @@ from baton.deploy.jobs.tables import (
     select,
     to_bytes,
     to_int,
-)
-
-_WHY_ENDED: Mapping[Status, tuple[str, str]] = {
-    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
-    "expired": ("batch_expired", "this line could not be answered before the completion window expired"),
-}
-
-_WRITE_OUTCOME = (
-    "UPDATE lines SET result = ?, answer = ?, place = ?, ended_at = ?, request = NULL, runner = NULL"
-    " WHERE batch_id = ? AND line = ? AND result IS NULL"
 )
 
 
@@ -145,7 +134,7 @@ class JobStore:
                     (file.id, after),
                 )
                 return (bytes(to_bytes(rows[0][1])), to_int(rows[0][0])) if rows else (b"", None)
-            lines = self._answers(tx, file.batch_id, file.result or "completed", after, ROWS_AT_ONCE)
+            lines = answers(tx, file.batch_id, file.result or "completed", after, ROWS_AT_ONCE)
         return b"".join(answer + b"\n" for _, answer in lines), lines[-1][0] if lines else None
 
     def delete_file(self, owner: str, file_id: str) -> None:
@@ -212,7 +201,7 @@ class JobStore:
     def failures(self, owner: str, batch_id: str, after: int, most: int) -> list[tuple[int, bytes]]:
         """(line, what the error file says or will say of it), so far."""
         with self._transaction() as tx:
-            return self._answers(tx, self._batch(tx, owner, batch_id).id, "failed", after, most)
+            return answers(tx, self._batch(tx, owner, batch_id).id, "failed", after, most)
 
     def events(self, owner: str, batch_id: str, after: int, most: int) -> tuple[BatchRecord, list[LineEnd]]:
         """(how it stands, what became of its lines behind the place `after`, in the order in which they ended). One
@@ -227,7 +216,7 @@ class JobStore:
         with self._transaction() as tx:
             batch = self._batch(tx, owner, batch_id, self._database.for_update)
             if batch.status in OPEN:
-                self._end_early(tx, batch, "cancelled", now_s)
+                end_early(tx, batch, "cancelled", now_s)
             elif batch.status != "cancelled":
                 reason = f"{batch_id} is {batch.status} already: it cannot be cancelled"
                 raise RequestError(ErrorCode.CONFLICT, reason, "batch_id")
@@ -245,7 +234,7 @@ class JobStore:
             with self._transaction() as tx:
                 batch = self._batch(tx, one.owner, one.id, self._database.for_update)  # as it stands now
                 if batch.status in OPEN and batch.expires_at <= now_s:
-                    self._end_early(tx, batch, "expired", now_s)
+                    end_early(tx, batch, "expired", now_s)
                 elif batch.status == "validating":
                     self._begin(tx, batch, now_s, max_lines, max_line_bytes)
 
@@ -296,9 +285,9 @@ class JobStore:
             with self._transaction() as tx:
                 found = select(tx, BatchRecord, f"batches WHERE id = ?{self._database.for_update}", (batch_id,))
                 if found and found[0].status == "in_progress":
-                    batch = self._write(tx, found[0], group, now_s)
+                    batch = write(tx, found[0], group, now_s)
                     if batch.completed + batch.failed == batch.total:
-                        self._end(tx, batch, "completed", now_s)
+                        end(tx, batch, "completed", now_s)
 
     def sweep(self, before_s: float) -> None:
         """Forgets batches that ended, and files that were uploaded, before then."""
@@ -346,71 +335,6 @@ class JobStore:
             (now_s, total, batch.id),
         )
 
-    def _write(self, tx: Transaction, batch: BatchRecord, outcomes: Iterable[Outcome], now_s: float) -> BatchRecord:
-        """The outcomes of lines that have none yet, and the counts; the batch with them."""
-        written: list[Outcome] = []
-        for one in outcomes:
-            place = batch.completed + batch.failed + len(written) + 1
-            if tx.run(_WRITE_OUTCOME, _outcome_values(one, place, now_s)):
-                written.append(one)
-        completed = sum(outcome.result == "completed" for outcome in written)
-        counted = msgspec.structs.replace(
-            batch,
-            completed=batch.completed + completed,
-            failed=batch.failed + len(written) - completed,
-            input_tokens=batch.input_tokens + sum(outcome.input_tokens for outcome in written),
-            output_tokens=batch.output_tokens + sum(outcome.output_tokens for outcome in written),
-        )
-        tx.run(
-            "UPDATE batches SET completed = ?, failed = ?, input_tokens = ?, output_tokens = ? WHERE id = ?",
-            (counted.completed, counted.failed, counted.input_tokens, counted.output_tokens, batch.id),
-        )
-        return counted
-
-    def _end_early(self, tx: Transaction, batch: BatchRecord, status: Status, now_s: float) -> None:
-        """Its lines get their last outcome all together: nobody else writes one while the batch is locked."""
-        code, message = _WHY_ENDED[status]
-        place = count(batch.completed + batch.failed + 1)
-        while rows := tx.rows(
-            "SELECT line, custom_id FROM lines WHERE batch_id = ? AND result IS NULL ORDER BY line LIMIT ?",
-            (batch.id, ROWS_AT_ONCE),
-        ):
-            left = [unanswered(batch.id, to_int(line), str(custom_id), code, message) for line, custom_id in rows]
-            tx.run_each(_WRITE_OUTCOME, [_outcome_values(one, next(place), now_s) for one in left])
-            tx.run("UPDATE batches SET failed = failed + ? WHERE id = ?", (len(left), batch.id))
-        self._end(tx, batch, status, now_s)
-
-    def _end(self, tx: Transaction, batch: BatchRecord, status: Status, now_s: float) -> None:
-        tx.run("UPDATE batches SET status = ?, ended_at = ? WHERE id = ?", (status, now_s, batch.id))
-        self._add_outcomes(tx, batch, "completed", "output", now_s)
-        self._add_outcomes(tx, batch, "failed", "error", now_s)
-
-    def _add_outcomes(self, tx: Transaction, batch: BatchRecord, result: Result, name: str, now_s: float) -> None:
-        nbytes = number(
-            tx,
-            "SELECT CAST(COALESCE(SUM(LENGTH(answer) + 1), 0) AS BIGINT) FROM lines WHERE batch_id = ? AND result = ?",
-            (batch.id, result),
-        )
-        if not nbytes:
-            return
-        file_id = f"file-{batch.id.removeprefix('batch_')}-{name}"
-        tx.run(
-            "INSERT INTO files (id, owner, purpose, filename, nbytes, created_at, batch_id, result)"
-            " VALUES (?, ?, 'batch_output', ?, ?, ?, ?, ?)",
-            (file_id, batch.owner, f"{batch.id}_{name}.jsonl", nbytes, now_s, batch.id, result),
-        )
-        tx.run(f"UPDATE batches SET {name}_file_id = ? WHERE id = ?", (file_id, batch.id))
-
-    def _answers(
-        self, tx: Transaction, batch_id: str, result: Result, after: int, most: int
-    ) -> list[tuple[int, bytes]]:
-        rows = tx.rows(
-            "SELECT line, answer FROM lines WHERE batch_id = ? AND result = ? AND line > ? AND answer IS NOT NULL"
-            " ORDER BY line LIMIT ?",
-            (batch_id, result, after, most),
-        )
-        return [(to_int(line), to_bytes(answer)) for line, answer in rows]
-
 
 def _claimed(batch: BatchRecord, row: Row) -> ClaimedLine:
     line, custom_id, request, attempts = row
@@ -425,13 +349,10 @@ def _claimed(batch: BatchRecord, row: Row) -> ClaimedLine:
     )
 
 
-def _outcome_values(outcome: Outcome, place: int, now_s: float) -> tuple[Value, ...]:
-    return outcome.result, outcome.answer, place, now_s, outcome.batch_id, outcome.line
-
-
 def _asked(batch: BatchRecord) -> tuple[str, str, str, str]:
     """What a client wants of it. The same bytes in another file are the same lines."""
-    return batch.endpoint, batch.completion_window, batch.metadata, batch.input_digest or batch.input_file_id
+    metadata = json.dumps(json.loads(batch.metadata), sort_keys=True)
+    return batch.endpoint, batch.completion_window, metadata, batch.input_digest or batch.input_file_id
 
 
 def _mismatch(first: str) -> RequestError:

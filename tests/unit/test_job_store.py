@@ -254,6 +254,11 @@ def test_a_key_is_for_one_piece_of_work(store: JobStore, another: Callable[[], J
         assert refused(lambda asked=asked: another().create_batch(*asked)) == ErrorCode.IDEMPOTENCY_MISMATCH  # type: ignore[misc]
     store.delete_file(ME, first.input_file_id)
     assert store.create_batch(ME, CHAT, again.id, ("24h", DAY_S), {"for": "test"}, 9.0, "k").id == first.id
+    named = [
+        store.create_batch(ME, CHAT, again.id, ("24h", DAY_S), names, 9.0, "two names").id
+        for names in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+    ]
+    assert named[0] == named[1], "the order of fields is nothing that was asked for"
 
 
 def test_the_same_key_gives_the_same_file(store: JobStore, another: Callable[[], JobStore]) -> None:
