@@ -1,6 +1,7 @@
 """What lines come to: written once, numbered in their order, and made the files of their batch.
 
-Owns: that a line has one outcome, that a batch's counts agree with its lines, and what its end is. Never: a transaction, or the lock on the batch's row, which its callers hold (`store.py`).
+Owns: that a line has one outcome, that a batch's counts agree with its lines, and what its end is. Never: a
+transaction, or the lock on the batch's row, which its callers hold (`store.py`).
 """
 
 from __future__ import annotations
