@@ -22,6 +22,7 @@ from baton.deploy.http_server import GatewayServer
 from baton.deploy.jobs.store_thread import open_store
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_workers import STATUS_TIMEOUT_S, RayWorkers
+from baton.deploy.routing.policies import policy_of
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
@@ -41,11 +42,12 @@ class GatewayProcess:
         self._spans: SpanSink = NOBODY
 
     def load(self, say: Progress) -> IoThread:
-        """Raises ConfigError when the port is taken or the model cannot be read."""
+        """Raises ConfigError when the port is taken, or the model or a routing policy cannot be had."""
         config = self._spec.config
         number = int(self._spec.worker.rpartition("-")[2])
         listener = open_listener(config.gateway.host, config.gateway_port(number))
         keys = keys_of(config.gateway.api_keys_file, MonotonicClock())
+        policy_of(config.routing.policy)  # one of the user's own may not be there
         store = open_store(config)
         say("loading the tokenizer")
         model = load_served_model(config)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.common.messages import Timeline
+from baton.deploy.routing.index import NO_INDEX, IndexCounts
 from baton.deploy.status import WorkerView
 from baton.deploy.vllm_metrics import VllmNames
 from baton.deploy.worker_metrics import WorkerCollector
@@ -65,6 +66,17 @@ class GatewayMetrics:
             ["key"], registry=self._registry,
         )  # fmt: skip
         self._inflight = Gauge("baton_requests_in_flight", "Admitted and not ended.", registry=self._registry)
+        self._indexed = Gauge(
+            "baton_indexed_pages", "Cached pages of all workers that this gateway routes by.", registry=self._registry
+        )
+        self._not_indexed = Gauge(
+            "baton_index_refused_pages", "Cached pages, since the start, for which the index had no room.",
+            registry=self._registry,
+        )  # fmt: skip
+        self._behind = Gauge(
+            "baton_index_behind_workers", "Workers whose news of their caches are missing here.",
+            registry=self._registry,
+        )  # fmt: skip
         self._workers = Gauge(
             "baton_workers", "Workers in the membership, by role and whether they answer.", ["role", "state"],
             registry=self._registry,
@@ -99,11 +111,15 @@ class GatewayMetrics:
         waiting: Mapping[str, tuple[int, int]],
         seen: Sequence[WorkerView],
         of_workers: Mapping[str, WorkerMetrics],
+        index: IndexCounts = NO_INDEX,
     ) -> bytes:
         """The exposition text. `waiting`: (requests, tokens of prompts) by key. `seen`: the members, by their
         heartbeats; `of_workers`: what they count themselves."""
         self._of_workers.metrics, self._of_workers.seen = of_workers, seen
         self._inflight.set(in_flight)
+        self._indexed.set(index.pages)
+        self._not_indexed.set(index.refused_pages)
+        self._behind.set(index.behind)
         for key, (requests, tokens) in waiting.items():
             self._waiting.labels(key).set(requests)
             self._waiting_tokens.labels(key).set(tokens)

@@ -442,7 +442,8 @@ class Gateway:
                 self._asked_at_s = self._clock.now()
         own = {self._name: WorkerMetrics(trace_spans=self.spans.counts())} if self.spans.takes else {}
         counted = {**self._of_workers, **own}
-        return self.metrics.page(len(self._running), self._core.waiting(), self._seen(), counted)
+        index = self._core.router.index_counts()
+        return self.metrics.page(len(self._running), self._core.waiting(), self._seen(), counted, index)
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]

@@ -16,12 +16,25 @@ a worker anything by itself (`wants` says what to ask for), or names a page that
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
 from baton.common.ids import Stamp
 from baton.common.messages import KvEvents, KvEventsWanted, KvSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCounts:
+    """`behind`: workers of whose news some are missing."""
+
+    pages: int = 0
+    refused_pages: int = 0
+    behind: int = 0
+
+
+NO_INDEX = IndexCounts()
 
 MOST_AHEAD = 64
 """Further ones are asked for again, once their turn has come."""
@@ -123,6 +136,10 @@ class PrefixIndex:
         """Nothing is known to be missing of what that process has said."""
         known = self._known.get(stamp)
         return known is not None and known.behind <= known.seq
+
+    def counts(self) -> IndexCounts:
+        behind = sum(not self.is_current(stamp) for stamp in self._known)
+        return IndexCounts(self.pages, self.refused_pages, behind)
 
     def names_of(self, stamp: Stamp) -> Collection[int]:
         """What is cached there."""

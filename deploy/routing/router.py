@@ -21,7 +21,7 @@ from baton.common.ids import Stamp
 from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvSnapshot, Load
 from baton.common.routing_config import RoutingConfig
-from baton.deploy.routing.index import PrefixIndex
+from baton.deploy.routing.index import NO_INDEX, IndexCounts, PrefixIndex
 from baton.deploy.routing.policies import I64, Bools, Policy, Role, policy_of
 from baton.deploy.routing.seats import Seats
 
@@ -151,6 +151,10 @@ class Router:
     def seats(self, role: Role) -> Seats:
         """Who is there and has been heard."""
         return self._seats[role]
+
+    def index_counts(self) -> IndexCounts:
+        """For metrics; nothing where there is no index."""
+        return self.index.counts() if self.index is not None else NO_INDEX
 
     @property
     def idle(self) -> bool:

@@ -13,6 +13,7 @@ from baton.common.messages import Load, Timeline
 from baton.deploy import grafana
 from baton.deploy.gateway_metrics import GatewayMetrics
 from baton.deploy.grafana.dashboard import dashboard, text
+from baton.deploy.routing.index import IndexCounts
 from baton.deploy.status import WorkerView
 from baton.transfer.reports import Flow, WorkerMetrics
 
@@ -45,7 +46,9 @@ def told() -> dict[str, list[tuple[dict[str, str], float]]]:
         WorkerView(worker="gateway-0", role="gateway", incarnation=1, silent=False, load=Load(running=5)),
     ]
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.page(5, {"somebody": (2, 300)}, seen, workers).decode()):
+    for family in text_string_to_metric_families(
+        metrics.page(5, {"somebody": (2, 300)}, seen, workers, IndexCounts(9, 1, 2)).decode()
+    ):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found

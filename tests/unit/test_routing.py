@@ -14,6 +14,7 @@ from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvEventsWanted, Load, Member
 from baton.common.routing_config import POLICY_NAMES, KvEventsConfig, RoutingConfig
+from baton.deploy.routing.index import IndexCounts
 from baton.deploy.routing.policies import (
     SLACK,
     Choice,
@@ -139,6 +140,7 @@ def test_prompts_that_come_together_go_together() -> None:
 def test_a_router_asks_for_what_it_missed_and_forgets_a_process_with_its_tree() -> None:
     router = make_router()
     assert router.heard(P[0], Load(kv_seq=3), 0.0) == []
+    assert router.index_counts() == IndexCounts(0, 0, 1)
     [asked] = router.heard(P[0], Load(kv_seq=3), 1.0)
     assert (asked.worker, asked.epoch, asked.body) == (P[0].worker, P[0].epoch, KvEventsWanted(first_seq=1))
     cached(router, P[1], 96)

@@ -20,7 +20,7 @@ def latencies(*seconds: float) -> Latencies:
 
 
 def scrape(of_workers: dict[str, WorkerMetrics]) -> Series:
-    page = GatewayMetrics("m").page(0, [], of_workers).decode()
+    page = GatewayMetrics("m").page(0, {}, [], of_workers).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page)
