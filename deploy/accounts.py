@@ -147,8 +147,9 @@ class Accounting:
 
 
 def _name(account: Account, headers: MutableHeaders) -> None:
-    headers.setdefault("X-Baton-Request-Id", account.request_id)
-    headers["X-Request-Id"] = account.client_id or headers["X-Baton-Request-Id"]
+    """Who asks once more with an `Idempotency-Key` is told of the request that works for both."""
+    account.request_id = RequestId(headers.setdefault("X-Baton-Request-Id", account.request_id))
+    headers["X-Request-Id"] = account.client_id or account.request_id
     if account.beginning.context:
         headers["traceparent"] = account.beginning.context
 

@@ -167,6 +167,15 @@ def test_tags_stay_below_the_sign_of_64_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert len({tag for each in tags for tag in each}) == sum(map(len, tags))
 
 
+def test_the_context_of_a_traced_request_goes_along() -> None:
+    here, trace = endpoint(), "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    here.command(replace(open_sink(), trace=trace), 0.0)
+    [offered] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 1, (2,)), 0.0))
+    received, _ = bodies(here.on_frame(frame(replace(offer(2), trace=offered.trace)), 0.0))
+    assert offered.trace == received.trace == trace
+    assert [times.trace for times in here.ledger.handoffs()] == [trace, trace]
+
+
 # ------------------------------------------------------------------------------------------------------- sources
 
 

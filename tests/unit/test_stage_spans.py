@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from core_rig import Rig, decode_engine, prompt_of
+from core_rig import Rig, decode_engine, prefill_engine, prompt_of
 from msgspec import structs
 
 from baton.common.messages import SamplingParams
 from baton.common.spans import TracedSpan, below, span_id_of
-from baton.transfer.api import OpenSink
+from baton.transfer.api import FinishSource, OpenSink
 from baton.transfer.handoff_spans import handoff_spans
 from baton.transfer.reports import HandoffTimes
 
@@ -80,6 +80,16 @@ def test_a_cancelled_request_says_so_and_what_the_end_cut_short_ends_with_it() -
     assert whole.error == "cancelled"
     assert [stage.name for stage in stages] == ["queue", "decode_queue", "decode"]
     assert stages[-1].end_s == whole.end_s
+
+
+def test_a_prompt_that_waits_for_others_says_how_long() -> None:
+    rig = Rig(prefill=prefill_engine(chunk_tokens=16))
+    for number in range(2):
+        rig.submit(f"r{number}", prompt_of(60, number))
+    rig.settle()
+    first, second = (effect.queued_s for effect in rig.log if isinstance(effect, FinishSource))
+    assert first == 0.0
+    assert second > 0.0
 
 
 # ------------------------------------------------------------------------------------------- of a hand-off
