@@ -119,13 +119,18 @@ def _answers(url: str) -> bool:
         return False
 
 
-def gateway_url(handle: ClusterHandle) -> str:
-    """Where it is reached from other machines: a gateway that listens on all addresses of its node has this one."""
+def gateway_urls(handle: ClusterHandle) -> list[str]:
+    """Where they are reached from other machines: one that listens on all addresses of its node has that node's."""
+    config = handle.plan.config
+    if config.gateway.host not in ("0.0.0.0", "::"):
+        return list(handle.gateway_urls)
+    found = []
     for member in handle.status().members:
         if member.role == "gateway":
             host = member.address.removeprefix("tcp://").rpartition(":")[0]
-            return handle.gateway_url.replace("//0.0.0.0:", f"//{host}:").replace("//[::]:", f"//{host}:")
-    return handle.gateway_url
+            number = int(member.stamp.worker.removeprefix("gateway-"))
+            found.append(f"http://{host}:{config.gateway_port(number)}")
+    return found
 
 
 def is_jobs_api(ray_address: str) -> bool:

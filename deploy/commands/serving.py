@@ -82,7 +82,7 @@ def deploy(
             return
         wanted, say = decide(layers, err), Progress(err)
         handle = standing.stand_up(wanted, address, replace=replace, drain_s=drain_s, on_progress=say)
-        typer.echo(standing.gateway_url(handle))
+        typer.echo("\n".join(standing.gateway_urls(handle)))
 
     if keep is None:
         stand_up()

@@ -12,7 +12,7 @@ from test_controller import STUBS, WAIT_S, names, pid_of, stub_config
 from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
 from baton.deploy.launch import ClusterHandle
-from baton.deploy.standing import gateway_url, stand_up, take_down
+from baton.deploy.standing import gateway_urls, stand_up, take_down
 
 pytestmark = pytest.mark.ray
 
@@ -36,7 +36,7 @@ def test_a_cluster_stands_until_it_is_taken_down(ray_session: str) -> None:
         assert again.status().members == first.status().members
         host = ray.util.get_node_ip_address()
         assert {member.address.rpartition(":")[0] for member in again.status().members} == {f"tcp://{host}"}
-        assert gateway_url(again) == f"http://{host}:{first.plan.config.gateway.port}"
+        assert gateway_urls(again) == [f"http://{host}:{first.plan.config.gateway.port}"]
 
         other = replace(CONFIG, decode=2, kv=replace(CONFIG.kv, page_size=4))
         with pytest.raises(ConfigError, match=r"runs with other settings: decode, kv\.page_size"):

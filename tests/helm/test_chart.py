@@ -38,7 +38,7 @@ def test_baton_understands_what_it_is_told(case: str) -> None:
         for name, count in group["resources"].items():
             offered[name] = offered.get(name, 0) + int(count) * group["replicas"]
     assert offered == {
-        "baton_prefill": settings.prefill, "baton_decode": settings.decode, "baton_gateway": 1,
+        "baton_prefill": settings.prefill, "baton_decode": settings.decode, "baton_gateway": settings.gateways,
     }  # fmt: skip
     assert cluster["spec"]["headGroupSpec"]["resources"] == {"baton_controller": "1"}
     assert settings.placement.resources == "role"
@@ -96,6 +96,8 @@ def test_a_deployer_begins_anew_when_settings_change() -> None:
         ({"podDefaults": {"resources": {"limits": {"cpu": "many"}}}}, "/podDefaults/resources/limits/cpu"),
         ({"podSecurityContext": {"runAsNonRoot": False}}, "/podSecurityContext/runAsNonRoot"),
         ({"autoscaling": {"enabled": True}}, "/autoscaling/scaleTargetRef/name"),
+        ({"groups": {"gateway": {"replicas": 2}}}, "jobs.existingSecret: several gateways share one job store"),
+        ({"groups": {"decode": {"replicas": 0}}}, "there is no decode"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], says: str) -> None:

@@ -29,9 +29,7 @@ def commands(cluster: dict[str, Any], kind: str) -> list[str]:
 
 def start_options(command: str) -> dict[str, Any]:
     """Of a `ray start`, as Ray's own command line reads them; what the shell would fill in is made up."""
-    command = re.sub(r"\$\(cat /etc/baton-role\)", "decode", command).replace(
-        "$(hostname -I | cut -d' ' -f1)", "10.0.0.1"
-    )
+    command = re.sub(r"\$\(cat ~/baton-role\)", "decode", command).replace("$(hostname -I | cut -d' ' -f1)", "10.0.0.1")
     words = shlex.split(command.rpartition("ray start ")[2].replace("$RAY_HEAD_IP", "10.0.0.1"))
     with warnings.catch_warnings():  # of libraries that Ray's command line imports
         warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ from baton.deploy.ray_side import Place, place_of
 
 def test_the_command_for_another_machine_says_every_setting_as_it_was_meant() -> None:
     layers = [Layer("file", {"prefill": 2, "kv": {"page_size": 4}}), assignments_layer(["prefill=3", "bind_host=node"])]
-    layers += [assignments_layer(["transfer.lanes=[tcp,zmq]", "kv.num_pages=null", "gateway.host='a b'"])]
+    layers += [assignments_layer(["transfer.lanes=[tcp,zmq]", "kv.num_pages=null", "model.thinking_start='<a b>'"])]
     said = shlex.split(shlex.join(standing.deploy_command(layers, ["--replace"])))
     assert said[:3] == ["baton", "deploy", "--replace"]
     assert all(word.startswith("--set=") for word in said[3:])

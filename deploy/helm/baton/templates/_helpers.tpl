@@ -52,12 +52,28 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $count -}}
 {{- end -}}
 
+{{/* What would come up and not work. */}}
+{{- define "baton.check" -}}
+{{- range $role := list "gateway" "decode" -}}
+{{- if lt (int (include "baton.workers" (dict "root" $ "role" $role))) 1 }}{{ fail (printf "groups: there is no %s" $role) }}{{ end -}}
+{{- end -}}
+{{- if and (gt (int (include "baton.workers" (dict "root" . "role" "gateway"))) 1) (not .Values.jobs.existingSecret) -}}
+{{- fail "jobs.existingSecret: several gateways share one job store, on a server" -}}
+{{- end -}}
+{{- range $name, $group := .Values.groups -}}
+{{- if and (eq $group.role "gateway") (gt (int (default 1 $group.workersPerPod)) 1) -}}
+{{- fail (printf "groups.%s.workersPerPod: gateways of one pod would want one port" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What Baton is told: what follows from the chart's values, and over it .Values.config. */}}
 {{- define "baton.config" -}}
 {{- $decided := dict
   "cluster" .Values.cluster
   "prefill" (int (include "baton.workers" (dict "root" . "role" "prefill")))
   "decode" (int (include "baton.workers" (dict "root" . "role" "decode")))
+  "gateways" (int (include "baton.workers" (dict "root" . "role" "gateway")))
   "bind_host" "node"
   "pin_cores" false
   "placement" (dict "resources" "role" "cpus" .Values.placement.cpus "gpus" .Values.placement.gpus
