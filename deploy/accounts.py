@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.common.clock import Clock
@@ -127,6 +128,8 @@ class Accounting:
         token = CURRENT.set(account)
         try:
             await self._app(scope, receive, sending)
+        except ClientDisconnect:  # before the whole body was here
+            account.status = CLIENT_CLOSED_REQUEST
         except Exception as error:  # noqa: BLE001 - the top frame of a request; its client has been told
             account.reason = str(ErrorCode.INTERNAL)
             _log.error("request_failed", request=account.request_id, trace=_trace(account), where=where_of(error))

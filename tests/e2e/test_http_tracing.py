@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -147,6 +148,15 @@ def test_a_client_that_hangs_up_is_a_499_and_its_spans_say_cancelled(lines: Hear
     assert (line["status"], line["reason"]) == (499, "cancelled")
     for name in ("POST /v1/completions", "text_completion fake", "placement"):
         assert told[name].error == "cancelled", name
+
+
+def test_a_client_that_hangs_up_before_it_has_asked_is_a_499(lines: Heard) -> None:
+    with serving() as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        [line] = lines.wait(lambda lines: len(lines) == 1)
+    assert (line["status"], line["reason"]) == (499, "cancelled")
 
 
 def test_who_is_not_sampled_leaves_a_trace_id_in_the_log_alone(lines: Heard) -> None:
