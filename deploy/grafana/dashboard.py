@@ -47,6 +47,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("In flight", "short", (("admitted and not ended", "sum(baton_requests_in_flight)"),)),
         Panel(
+            "Waiting at gateways, by API key", "short",
+            (("{{key}}", "sum by (key) (baton_waiting_requests)"),),
+            "Workers have all that they can run. Keys share by weight (docs/ADMISSION.md).",
+        ),
+        Panel(
             "HTTP responses, by status", "reqps",
             (("{{status}}", total("baton_http_responses_total", "status")),),
         ),

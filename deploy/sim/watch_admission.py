@@ -64,6 +64,7 @@ class AdmissionWatch:
         self._max_requests = max_requests
         self._loads: dict[Stamp, Load] = {}
         self._silent: set[Stamp] = set()
+        self._seats = 0
         self._waiting: dict[RequestId, ClientRequest] = {}  # in the order of their arrival
         self._inside: dict[RequestId, ClientRequest] = {}
         self._keys: dict[str, _Key] = {}
@@ -76,10 +77,19 @@ class AdmissionWatch:
         decode = [member for member in view.members if member.role == "decode"]
         self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
         self._silent = {member.stamp for member in decode if member.stamp.worker in view.silent}
+        self._seats = sum(self._seats_of(stamp) for stamp in self._loads)
 
     def heard(self, stamp: Stamp, load: Load) -> None:
         if stamp in self._loads:
+            self._seats -= self._seats_of(stamp)
             self._loads[stamp] = load
+            self._seats += self._seats_of(stamp)
+
+    def _seats_of(self, stamp: Stamp) -> int:
+        load = self._loads[stamp]
+        if stamp in self._silent or load.draining:
+            return 0
+        return self._ahead + (min(load.running, self._rows) if load.queued else self._rows)
 
     def asked(self, request: ClientRequest) -> None:
         """Before what comes of it."""
@@ -114,7 +124,7 @@ class AdmissionWatch:
 
     def _let_in(self, request: ClientRequest) -> None:
         key = self._keys[request.tenant.name]
-        own = [one for one in self._waiting.values() if one.tenant.name == request.tenant.name]
+        own = (one for one in self._waiting.values() if one.tenant.name == request.tenant.name)
         first = min(own, key=lambda one: one.priority)  # of equals the first that came
         assert first is request, f"{self._name} lets {request.request_id} in before {first.request_id} (F2)"
         del self._waiting[request.request_id]
@@ -144,19 +154,12 @@ class AdmissionWatch:
             assert own >= most - ROUNDING, f"{effect.request_id} has no place, though its key has less (F4)"
 
     def _look(self, before: int) -> None:
-        seats, inside = self._seats(), len(self._inside)
+        seats, inside = self._seats, len(self._inside)
         idle = f"{self._name}: {len(self._waiting)} wait, and {inside} of {seats} seats are taken (F1)"
         assert not self._waiting or inside >= seats, idle
         assert inside <= max(before, seats), f"{self._name} lets in more than there are seats: {inside} of {seats} (F1)"
         held = inside + len(self._waiting)
         assert held <= self._max_requests, f"{self._name} holds {held} of {self._max_requests} (F4)"
-
-    def _seats(self) -> int:
-        seats = 0
-        for stamp, load in self._loads.items():
-            if stamp not in self._silent and not load.draining:
-                seats += self._ahead + (min(load.running, self._rows) if load.queued else self._rows)
-        return seats
 
     def _race(self) -> None:
         """F3"""
