@@ -1,7 +1,7 @@
-"""What one HTTP request came to: its line in the log, its span, and the headers that name it.
+"""What one request came to: its line in the log, and its span.
 
-Owns: the account of each request from its first byte to its last, and the ids that go with it. Never: decides anything
-about a request, or keeps what it or its answer says.
+Owns: the account of each request from its first byte to its last (`accounting.py`), or of each line of a batch, and the
+ids that go with it. Never: decides anything about a request, or keeps what it or its answer says.
 
 Whatever a request comes by on its way (routes, choices, the gateway) finds its account in `CURRENT`, which asyncio
 hands on to every task that a request starts: nobody has to pass it through.
@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.common.clock import Clock
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId
-from baton.common.log import EventLog, LogValue, where_of
+from baton.common.log import EventLog, LogValue
 from baton.common.messages import Timeline
 from baton.common.spans import Attribute, TracedSpan
 from baton.common.tracing import SpanSink
@@ -32,6 +29,10 @@ from baton.deploy.stages import stages_of
 from baton.deploy.tracing import Beginning, begin_trace
 
 CLIENT_CLOSED_REQUEST = 499
+BATCH = "BATCH"
+"""Stands for the method of a request that is a line of a batch."""
+QUIET = frozenset({"GET", BATCH})
+"""Probes, scrapes, and what its batch tells of."""
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 _log = EventLog("baton.http")
@@ -39,7 +40,7 @@ _log = EventLog("baton.http")
 
 @dataclass(slots=True)
 class Account:
-    """Of one HTTP request. `reason` is the `ErrorCode` of what went wrong, if anything did."""
+    """`reason` is the `ErrorCode` of what went wrong, if anything did."""
 
     request_id: RequestId
     client_id: str
@@ -55,6 +56,12 @@ class Account:
     placements: int = 0
     slowest_s: float = -1.0
     timeline: Timeline | None = None  # of the choice that took longest
+    labels: dict[str, LogValue] = field(default_factory=dict)  # beside all that, in the log
+
+    @property
+    def trace_id(self) -> str | None:
+        """For the log."""
+        return self.beginning.trace_id or None
 
     def answered(
         self,
@@ -98,67 +105,30 @@ def current_request_id() -> RequestId:
     return new_request_id() if account is None else account.request_id
 
 
-class Accounting:
-    """ASGI around the whole app: also around what makes an answer of a bug."""
+class Books:
+    """Of one gateway. `sample_ratio`: of the requests whose client does not say whether they are traced."""
 
-    def __init__(self, app: ASGIApp, clock: Clock, spans: SpanSink, sample_ratio: float) -> None:
-        self._app = app
+    def __init__(self, clock: Clock, spans: SpanSink, sample_ratio: float) -> None:
         self._clock = clock
         self._spans = spans
         self._sample_ratio = sample_ratio if spans.takes else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
+    def open(self, path: str, headers: Mapping[str, str]) -> Account:
         given = headers.get("x-request-id", "")
-        beginning = begin_trace(scope["path"], headers, self._sample_ratio)
+        beginning = begin_trace(path, headers, self._sample_ratio)
         client_id = given if _CLIENT_ID.fullmatch(given) else ""
-        account = Account(new_request_id(), client_id, beginning, self._clock.now())
+        return Account(new_request_id(), client_id, beginning, self._clock.now())
 
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                account.status = message["status"]
-                _name(account, MutableHeaders(scope=message))
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                account.complete = True
-
-        token = CURRENT.set(account)
-        try:
-            await self._app(scope, receive, sending)
-        except ClientDisconnect:  # before the whole body was here
-            account.status = CLIENT_CLOSED_REQUEST
-        except Exception as error:  # noqa: BLE001 - the top frame of a request; its client has been told
-            account.reason = str(ErrorCode.INTERNAL)
-            _log.error("request_failed", request=account.request_id, trace=_trace(account), where=where_of(error))
-        finally:
-            CURRENT.reset(token)
-            self._close(account, scope)
-
-    def _close(self, account: Account, scope: Scope) -> None:
+    def close(self, account: Account, method: str, route: str) -> None:
+        """Nothing more will be said of it."""
         if account.status != CLIENT_CLOSED_REQUEST and not account.complete and not account.reason:
             account.status = CLIENT_CLOSED_REQUEST  # it hung up in the middle of a stream
         if account.status == CLIENT_CLOSED_REQUEST:
             account.reason = account.reason or str(ErrorCode.CANCELLED)
         now = self._clock.now()
-        route = getattr(scope.get("route"), "path", "")
-        _write(account, scope["method"], route, now - account.begun_s)
+        _write(account, method, route, now - account.begun_s)
         if account.beginning.context:
-            self._spans.tell(_span(account, scope["method"], route, now))
-
-
-def _name(account: Account, headers: MutableHeaders) -> None:
-    """Who asks once more with an `Idempotency-Key` is told of the request that works for both."""
-    account.request_id = RequestId(headers.setdefault("X-Baton-Request-Id", account.request_id))
-    headers["X-Request-Id"] = account.client_id or account.request_id
-    if account.beginning.context:
-        headers["traceparent"] = account.beginning.context
-
-
-def _trace(account: Account) -> str | None:
-    return account.beginning.trace_id or None
+            self._spans.tell(_span(account, method, route, now))
 
 
 def _write(account: Account, method: str, route: str, took_s: float) -> None:
@@ -166,12 +136,13 @@ def _write(account: Account, method: str, route: str, took_s: float) -> None:
     fields: dict[str, LogValue] = {
         "request": account.request_id,
         "client_request": account.client_id or None,
-        "trace": _trace(account),
+        "trace": account.trace_id,
         "method": method,
         "path": route or None,
         "status": account.status,
         "reason": account.reason or ",".join(sorted(set(account.finish_reasons))) or None,
         "ms": round(took_s * 1e3, 3),
+        **account.labels,
     }
     timeline = account.timeline
     if timeline is not None:
@@ -190,19 +161,19 @@ def _write(account: Account, method: str, route: str, took_s: float) -> None:
     kept = {name: value for name, value in fields.items() if value is not None}
     if account.status >= 500:
         _log.warning("request", **kept)
-    elif method == "GET":
-        _log.debug("request", **kept)  # probes and scrapes
+    elif method in QUIET:
+        _log.debug("request", **kept)
     else:
         _log.info("request", **kept)
 
 
 def _span(account: Account, method: str, route: str, now: float) -> TracedSpan:
     attributes: dict[str, Attribute] = {
-        "http.request.method": method,
-        "http.route": route,
         "http.response.status_code": account.status,
         "baton.request_id": account.request_id,
     }
+    if method != BATCH:
+        attributes |= {"http.request.method": method, "http.route": route}
     if account.client_id:
         attributes["baton.client_request_id"] = account.client_id
     refused = 400 <= account.status < 500 and account.status != CLIENT_CLOSED_REQUEST

@@ -17,7 +17,8 @@ import uvicorn
 
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
-from baton.deploy.accounts import Accounting
+from baton.deploy.accounting import Accounting
+from baton.deploy.accounts import Books
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_app import HttpApi
 from baton.deploy.jobs.service import JobService
@@ -78,12 +79,13 @@ class GatewayServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         gateway = self._make_gateway()
-        self._jobs = jobs = JobService(self._store, gateway, self._config)
+        books = Books(MonotonicClock(), gateway.spans, self._config.tracing.sample_ratio)
+        self._jobs = jobs = JobService(self._store, gateway, books, self._config)
         keyed = KeyedAnswers(self._config.idempotency)
         api = HttpApi(gateway, jobs.api, keyed, self._config.gateway)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Accounting(api.app(), MonotonicClock(), gateway.spans, self._config.tracing.sample_ratio),
+                Accounting(api.app(), books),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

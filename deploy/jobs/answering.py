@@ -12,7 +12,7 @@ import msgspec
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.log import EventLog, where_of
-from baton.deploy.accounts import new_request_id
+from baton.deploy.accounts import BATCH, CURRENT, Books, failed
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.jobs.records import ClaimedLine
 from baton.deploy.jobs.runner import Reply
@@ -31,25 +31,34 @@ RequestT = TypeVar("RequestT", bound=Sampled)
 class LineAnswerer:
     """`priority`: of lines that name none (smaller is sooner)."""
 
-    def __init__(self, gateway: Gateway, timeout_s: float, priority: int) -> None:
+    def __init__(self, gateway: Gateway, books: Books, timeout_s: float, priority: int) -> None:
         self._gateway = gateway
+        self._books = books
         self._timeout_s = timeout_s
         self._priority = priority
 
     async def __call__(self, line: ClaimedLine) -> Reply:
-        reply = await self._reply(line)
+        account = self._books.open(line.endpoint, {})
+        account.labels = {"batch": line.batch_id, "line": line.line}
+        token = CURRENT.set(account)
+        try:
+            reply = await self._reply(line, account.request_id)
+            account.status, account.complete = reply.status, True
+        finally:
+            CURRENT.reset(token)
+            self._books.close(account, BATCH, line.endpoint)
         self._gateway.metrics.http(f"batch:{line.endpoint}", reply.status)
-        _log.debug("line", request=reply.request_id, batch=line.batch_id, line=line.line, status=reply.status)
         return reply
 
-    async def _reply(self, line: ClaimedLine) -> Reply:
-        request_id = new_request_id()
+    async def _reply(self, line: ClaimedLine, request_id: str) -> Reply:
         try:
             body, input_tokens, output_tokens = await self._answer(line, request_id)
         except RequestError as error:
+            failed(str(error.code))
             http = http_error(error)
             return Reply(request_id, http.status, encode(http.reply), retry_after_s=error.retry_after_s)
         except Exception as error:  # noqa: BLE001 - the top frame of a request: a bug in it is not the other lines' end
+            failed(str(ErrorCode.INTERNAL))
             _log.error("line_failed", request=request_id, batch=line.batch_id, line=line.line, where=where_of(error))
             reason = "the gateway failed on this request; its log says why"
             return Reply(request_id, 500, encode(http_error(RequestError(ErrorCode.INTERNAL, reason)).reply))

@@ -13,6 +13,7 @@ import time
 from baton.common.config import ClusterConfig
 from baton.common.errors import RequestError
 from baton.common.log import EventLog
+from baton.deploy.accounts import Books
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.jobs.answering import LineAnswerer
 from baton.deploy.jobs.api import JobsApi
@@ -26,9 +27,9 @@ _log = EventLog("baton.jobs")
 class JobService:
     """Made on the loop that it runs on; it runs from then on until `stop`."""
 
-    def __init__(self, store: JobStore, gateway: Gateway, config: ClusterConfig) -> None:
+    def __init__(self, store: JobStore, gateway: Gateway, books: Books, config: ClusterConfig) -> None:
         self._store = StoreThread(store)
-        self._answer = LineAnswerer(gateway, config.gateway.request_timeout_s, config.jobs.priority)
+        self._answer = LineAnswerer(gateway, books, config.gateway.request_timeout_s, config.jobs.priority)
         self._config = config
         self._runner = self._new_runner()
         self.api = JobsApi(self._store, config.jobs, config.gateway.max_body_bytes, lambda: self._runner.poke())

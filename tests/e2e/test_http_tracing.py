@@ -159,6 +159,27 @@ def test_a_client_that_hangs_up_before_it_has_asked_is_a_499(lines: Heard) -> No
     assert (line["status"], line["reason"]) == (499, "cancelled")
 
 
+def test_a_line_of_a_batch_is_a_request_of_its_own(lines: Heard) -> None:
+    spans = KeptSpans()
+    body = {"model": "fake", "prompt": SECRET, "max_tokens": 3}
+    asked = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n in range(2)]
+    with serving(spans=spans) as served:
+        uploaded = "\n".join(map(json.dumps, [*asked, asked[0] | {"custom_id": "2", "body": body | {"model": SECRET}}]))
+        file = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x.jsonl", uploaded.encode())})
+        batch = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = served.http.post("/v1/batches", json=batch).json()["id"]
+        told = spans.wait(lambda spans: sum(span.name == "BATCH /v1/completions" for span in spans) == 3)
+    roots = {span.context: span for span in told if span.name == "BATCH /v1/completions"}
+    assert {span.parent for span in roots.values()} == {""}
+    answers = [span for span in told if span.name == "text_completion fake"]
+    assert {span.parent for span in answers} <= {span_id_of(context) for context in roots}
+    assert len(answers) == 2
+    said = [line for line in lines.items if line["method"] == "BATCH"]
+    assert sorted((line["line"], line["status"]) for line in said) == [(1, 200), (2, 200), (3, 404)]
+    assert {(line["batch"], line["level"]) for line in said} == {(batch_id, "debug")}
+    assert SECRET not in json.dumps(lines.items)
+
+
 def test_who_is_not_sampled_leaves_a_trace_id_in_the_log_alone(lines: Heard) -> None:
     spans = KeptSpans()
     with serving(spans=spans) as served:
