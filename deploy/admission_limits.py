@@ -12,7 +12,7 @@ from baton.deploy.admission_queue import Tenant
 
 REMEMBERED_S = 30.0
 """What is older counts for less than 1/e in the speed."""
-KNOWN_AFTER_S = 2.0
+KNOWN_AFTER_S = 1.0
 KNOWN_AFTER = 8
 """A speed is known when so many left the queue, over so long a time."""
 STALE_S = 60.0

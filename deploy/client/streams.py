@@ -26,7 +26,15 @@ from baton.deploy.client.values import Answer, ClusterUnreachable
 from baton.deploy.client.wire import Collector
 
 HANG_UP_S = 2.0
-_RETRIED = frozenset({ErrorCode.OVERLOADED, ErrorCode.DRAINING, ErrorCode.SESSION_BUSY, ErrorCode.IDEMPOTENCY_RUNNING})
+_RETRIED = frozenset(
+    {
+        ErrorCode.OVERLOADED,
+        ErrorCode.RATE_LIMITED,
+        ErrorCode.DRAINING,
+        ErrorCode.SESSION_BUSY,
+        ErrorCode.IDEMPOTENCY_RUNNING,
+    }
+)
 """Of a session: who hangs up on a turn and asks the next one at once may be faster than the news of it."""
 
 

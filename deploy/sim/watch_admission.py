@@ -155,8 +155,9 @@ class AdmissionWatch:
 
     def _look(self, before: int) -> None:
         seats, inside = self._seats, len(self._inside)
-        idle = f"{self._name}: {len(self._waiting)} wait, and {inside} of {seats} seats are taken (F1)"
-        assert not self._waiting or inside >= seats, idle
+        assert not self._waiting or inside >= seats, (
+            f"{self._name}: {len(self._waiting)} wait, and {inside} of {seats} seats are taken (F1)"
+        )
         assert inside <= max(before, seats), f"{self._name} lets in more than there are seats: {inside} of {seats} (F1)"
         held = inside + len(self._waiting)
         assert held <= self._max_requests, f"{self._name} holds {held} of {self._max_requests} (F4)"

@@ -84,9 +84,9 @@ def test_504_for_one_who_waits_for_his_turn() -> None:
 
 def test_429_at_once_when_the_deadline_cannot_be_met() -> None:
     """Some requests show how fast the queue moves; until then nobody is refused for it."""
-    worker = Loopback(script=saying("abc"), pace_s=0.06)
-    with serving(worker, rows=1, dispatch_ahead_requests=1) as served, ThreadPoolExecutor(40) as pool:
-        many = [pool.submit(ask, served, prompt="x" * 100, max_tokens=4) for _ in range(40)]
+    worker = Loopback(script=saying("abc"), pace_s=0.05)
+    with serving(worker, rows=1, dispatch_ahead_requests=1) as served, ThreadPoolExecutor(24) as pool:
+        many = [pool.submit(ask, served, prompt="x" * 100, max_tokens=4) for _ in range(24)]
         until(lambda: ask(served, prompt="x" * 100, timeout_s=0.05).status_code == 429)
         response = ask(served, prompt="x" * 100, timeout_s=0.05)
         assert error_of(response, 429)["code"] == "deadline_unreachable"
