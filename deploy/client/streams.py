@@ -20,22 +20,12 @@ from urllib.parse import quote
 
 import httpx
 
-from baton.common.errors import ErrorCode, RequestError
+from baton.common.errors import RequestError
 from baton.deploy.client.connection import Connection, may_come_back, pause_s
 from baton.deploy.client.values import Answer, ClusterUnreachable
 from baton.deploy.client.wire import Collector
 
 HANG_UP_S = 2.0
-_RETRIED = frozenset(
-    {
-        ErrorCode.OVERLOADED,
-        ErrorCode.RATE_LIMITED,
-        ErrorCode.DRAINING,
-        ErrorCode.SESSION_BUSY,
-        ErrorCode.IDEMPOTENCY_RUNNING,
-    }
-)
-"""Of a session: who hangs up on a turn and asks the next one at once may be faster than the news of it."""
 
 
 class AsyncStream:
@@ -102,8 +92,9 @@ class Asking:
                         yield text
                 return
             except RequestError as error:
-                # Only refusals at the door carry a time to come back: nothing has been streamed then.
-                if tries >= self._retries or error.code not in _RETRIED or error.retry_after_s is None:
+                # Only refusals at the door carry a time to come back: nothing has been streamed then. Of a session:
+                # who hangs up on a turn and asks the next one at once may be faster than the news of it.
+                if tries >= self._retries or error.retry_after_s is None:
                     raise
                 wait_s = error.retry_after_s
             except httpx.TransportError as error:

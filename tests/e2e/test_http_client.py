@@ -107,7 +107,7 @@ def test_who_wants_no_more_hangs_up() -> None:
 
 
 def test_closing_the_client_ends_what_runs() -> None:
-    with serving(Loopback(script=saying("x" * 200), pace_s=0.05)) as served:
+    with serving(Loopback(script=saying("x" * 200), pace_s=0.05), keys={"linger_s": 60.0}) as served:
         client = Client(served.url)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(client.complete, "x", max_tokens=100)
@@ -116,6 +116,7 @@ def test_closing_the_client_ends_what_runs() -> None:
             client.close()
             with pytest.raises(CancelledError):
                 running.result(5)
+        assert served.gateway.load().running == 0, "both were told"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 from http_loopback import Loopback, Served, saying, serving
 
 from baton.deploy.cli import FAILED, MISUSED, OK, run_command
+from baton.deploy.client import Job
+from baton.deploy.jobs.shapes import BatchObject
 from baton.deploy.jobs.terminal import Rate
 
 Baton = Callable[..., tuple[int, str, str]]
@@ -98,6 +100,20 @@ def test_cancelling_and_what_is_too_early(lines: Path, baton: Baton) -> None:
         assert (code, told.split()[1]) == (OK, "cancelled:")
         assert "batch_cancelled" in baton("logs", batch, url=stuck.url)[1] or told.endswith("0 tokens\n")
         assert baton("status", batch, "--watch", url=stuck.url)[0] == FAILED
+
+
+def test_who_interrupts_the_waiting_does_not_interrupt_the_job(
+    lines: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(job: Job) -> Iterator[BatchObject]:
+        yield job.status()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "progress", interrupted)
+    code, told, said = baton("submit", str(lines), "--wait")
+    assert (code, told, "it goes on; `baton jobs status batch_" in said) == (130, "", True)
+    monkeypatch.undo()
+    assert baton("status", said.split()[0], "--wait")[0] == OK
 
 
 def test_the_same_key_gives_the_same_batch(baton: Baton, lines: Path) -> None:
