@@ -1,10 +1,10 @@
 """Who is let in at a gateway, when, and who is refused at once. Pure.
 
-Owns: the seats that decode workers offer, the queue before them, the limits of API keys, and the measured speed. Never:
+Owns: the room that decode workers have, the queue before them, the limits of API keys, and the measured speed. Never:
 which worker somebody is given (`routing`), or a request's outcome (`gateway_core`).
 
-A worker has as many seats as it has rows, and `dispatch_ahead_requests` more, so that its own queue never runs dry. As
-long as it says that somebody waits there (for pages, say) it has as many as it runs, and those. So what cannot be
+A worker has room for as many as it has rows, and `dispatch_ahead_requests` more, so that its own queue never runs dry.
+While it says that somebody waits there (for pages, say) it has room for as many as it runs, and those. So what cannot be
 served yet waits here, where keys are told apart, and not there. Every gateway counts its own: two of them fill a worker
 twice, and share it by its queue.
 """
@@ -35,7 +35,7 @@ class Refused:
 
 @final
 class Admission:
-    """`refusal`, then `enter`; `next_in` as long as there is somebody and a seat."""
+    """`refusal`, then `enter`; `next_in` as long as there is somebody and room."""
 
     def __init__(self, settings: GatewayConfig, rows: int) -> None:
         """`rows`: requests that a decode worker runs at a time."""
@@ -46,41 +46,41 @@ class Admission:
         self._queue = FairQueue()
         self._limits = RateLimits()
         self._speed = QueueSpeed()
-        self._seats: dict[Stamp, int] = {}  # of decode workers that are there and answer
+        self._rooms: dict[Stamp, int] = {}  # of decode workers that are there and answer
         self._loads: dict[Stamp, Load] = {}  # of all that live
-        self.seats = 0  # of all together
-        self.nobody_since_s: float | None = 0.0  # has there been a seat; None: there is one
+        self.room = 0  # of all together
+        self.nobody_since_s: float | None = 0.0  # has there been any room; None: there is some
 
     # ---------------------------------------------------------------------------------------- the cluster
 
     def on_view(self, view: MembershipView, now: float) -> None:
         decode = [member for member in view.members if member.role == "decode"]
         self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
-        before = self._seats.keys()
-        self._seats = {
-            member.stamp: self._seats_of(self._loads[member.stamp])
+        before = self._rooms.keys()
+        self._rooms = {
+            member.stamp: self._room_of(self._loads[member.stamp])
             for member in decode
             if member.stamp.worker not in view.silent
         }
-        if self._seats.keys() != before:
+        if self._rooms.keys() != before:
             self._speed.forget()
-        self._count(sum(self._seats.values()), now)
+        self._count(sum(self._rooms.values()), now)
 
     def heard(self, stamp: Stamp, load: Load, now: float) -> None:
         if stamp in self._loads:
             self._loads[stamp] = load
-        if stamp in self._seats:
-            before, self._seats[stamp] = self._seats[stamp], self._seats_of(load)
-            self._count(self.seats + self._seats[stamp] - before, now)
+        if stamp in self._rooms:
+            before, self._rooms[stamp] = self._rooms[stamp], self._room_of(load)
+            self._count(self.room + self._rooms[stamp] - before, now)
 
-    def _seats_of(self, load: Load) -> int:
+    def _room_of(self, load: Load) -> int:
         if load.draining:
             return 0
         return (min(load.running, self._rows) if load.queued else self._rows) + self._ahead
 
-    def _count(self, seats: int, now: float) -> None:
-        self.seats = seats
-        if seats:
+    def _count(self, room: int, now: float) -> None:
+        self.room = room
+        if room:
             self.nobody_since_s = None
         elif self.nobody_since_s is None:
             self.nobody_since_s = now
@@ -133,8 +133,8 @@ class Admission:
         self._queue.join(request_id, tenant, priority, tokens)
 
     def next_in(self, in_flight: int, now: float) -> RequestId | None:
-        """Whose turn it is; None: nobody's, or there is no seat. `in_flight`: all that have not ended."""
-        if not self._queue or in_flight - len(self._queue) >= self.seats:
+        """Whose turn it is; None: nobody's, or there is no room. `in_flight`: all that have not ended."""
+        if not self._queue or in_flight - len(self._queue) >= self.room:
             return None
         request_id, tokens = self._queue.pop()
         self._speed.left(tokens, now, waiting=bool(self._queue))

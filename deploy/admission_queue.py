@@ -6,9 +6,9 @@ Each key has a counter of the work that was done for it, divided by its weight. 
 it the most urgent request, of those the first. A prompt is counted when it is let in, an answer's tokens as they come:
 nobody has to guess how long an answer will be. (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.)
 
-A1. Nobody waits while a seat is free: the queue refuses nobody his turn, it only orders (work conservation).
+A1. Nobody waits while there is room: the queue refuses nobody his turn, it only orders (work conservation).
 A2. A key that has asked for nothing begins at the counter of those that wait: it has saved up nothing.
-A3. What a key is ahead of another, both waiting all the time, is bounded by one prompt and the answers under way.
+A3. What a key is ahead of another, both waiting all the time, is bounded by twice a prompt and the answers under way.
 """
 
 from __future__ import annotations

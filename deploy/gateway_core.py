@@ -384,7 +384,7 @@ class GatewayCore:
         return None
 
     def _let_in(self, now: float, out: list[GatewayEffect]) -> None:
-        """Whose turn it is, as long as there are seats."""
+        """Whose turn it is, as long as there is room."""
         while (request_id := self._admission.next_in(len(self._requests), now)) is not None:
             request = self._requests[request_id]
             request.state = Waiting(now + self._worker_wait_s)

@@ -16,14 +16,14 @@ from baton.deploy.sim.clients import ClientRequest
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario
 from baton.deploy.sim.world import Report, World
 
-FEW_SEATS = replace(BASE, decode=1, rows=2, dispatch_ahead=1, decode_config=DecodeConfig(chunk_tokens=16))
+LITTLE_ROOM = replace(BASE, decode=1, rows=2, dispatch_ahead=1, decode_config=DecodeConfig(chunk_tokens=16))
 EVERY_S = 0.05
 
 
 def keys_share_by_weight(seed: int) -> Scenario:
     """One key asks for far more than can be served; another one, of more weight, joins it, and a third one comes when
     both have been served for long. Each has its share while it waits; nobody has saved up anything."""
-    plan = Plan(FEW_SEATS, seed)
+    plan = Plan(LITTLE_ROOM, seed)
     flood, heavy, late = (
         Tenant(name=name, weight=weight) for name, weight in (("flood", 1), ("heavy", 4), ("late", 1))
     )
@@ -47,7 +47,7 @@ def keys_share_by_weight(seed: int) -> Scenario:
 
 def answers_are_work(seed: int) -> Scenario:
     """One key has short prompts and long answers, another one long prompts and short answers."""
-    plan = Plan(FEW_SEATS, seed)
+    plan = Plan(LITTLE_ROOM, seed)
     for index in range(40):
         _ask(plan, Tenant(name="talks"), 2, 12, FIRST_S + 0.001 * index)
         _ask(plan, Tenant(name="reads"), 26, 1, FIRST_S + 0.001 * index)
@@ -62,7 +62,7 @@ def answers_are_work(seed: int) -> Scenario:
 
 def full_gateway_gives_way(seed: int) -> Scenario:
     """A key has taken all places of a gateway when another one comes: who waits last of the first one gives way."""
-    plan = Plan(replace(FEW_SEATS, max_inflight_requests=10), seed)
+    plan = Plan(replace(LITTLE_ROOM, max_inflight_requests=10), seed)
     for index in range(16):
         _ask(plan, Tenant(name="first"), 30, 6, FIRST_S + 0.001 * index)
     second = [_ask(plan, Tenant(name="second"), 30, 6, FIRST_S + 0.05 + 0.001 * index) for index in range(3)]

@@ -3,7 +3,7 @@
 Owns: an account of its own of who waits, who has been given to workers, and what each key has had, made from what goes
 into a gateway and what comes out. Never: asks the code that it judges.
 
-- F1  Nobody waits while a seat is free; nobody is let in without one.
+- F1  Nobody waits while a worker has room; nobody is let in without.
 - F2  In a key, the most urgent is first, and of those the first.
 - F3  While two keys wait all the time, neither gets ahead of the other, for its weight, by more than twice what one
       prompt and the answers under way can be.
@@ -64,7 +64,7 @@ class AdmissionWatch:
         self._max_requests = max_requests
         self._loads: dict[Stamp, Load] = {}
         self._silent: set[Stamp] = set()
-        self._seats = 0
+        self._room = 0
         self._waiting: dict[RequestId, ClientRequest] = {}  # in the order of their arrival
         self._inside: dict[RequestId, ClientRequest] = {}
         self._keys: dict[str, _Key] = {}
@@ -77,15 +77,15 @@ class AdmissionWatch:
         decode = [member for member in view.members if member.role == "decode"]
         self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
         self._silent = {member.stamp for member in decode if member.stamp.worker in view.silent}
-        self._seats = sum(self._seats_of(stamp) for stamp in self._loads)
+        self._room = sum(self._room_of(stamp) for stamp in self._loads)
 
     def heard(self, stamp: Stamp, load: Load) -> None:
         if stamp in self._loads:
-            self._seats -= self._seats_of(stamp)
+            self._room -= self._room_of(stamp)
             self._loads[stamp] = load
-            self._seats += self._seats_of(stamp)
+            self._room += self._room_of(stamp)
 
-    def _seats_of(self, stamp: Stamp) -> int:
+    def _room_of(self, stamp: Stamp) -> int:
         load = self._loads[stamp]
         if stamp in self._silent or load.draining:
             return 0
@@ -99,7 +99,7 @@ class AdmissionWatch:
         self._longest_prompt = max(self._longest_prompt, len(request.prompt))
 
     def finished(self, request_id: RequestId) -> None:
-        """It takes no seat any more, though its end may be told later."""
+        """It takes no room any more, though its end may be told later."""
         request = self._inside.pop(request_id, None)
         if request is not None:
             self._keys[request.tenant.name].answers -= request.sampling.max_tokens
@@ -154,11 +154,11 @@ class AdmissionWatch:
             assert own >= most - ROUNDING, f"{effect.request_id} has no place, though its key has less (F4)"
 
     def _look(self, before: int) -> None:
-        seats, inside = self._seats, len(self._inside)
-        assert not self._waiting or inside >= seats, (
-            f"{self._name}: {len(self._waiting)} wait, and {inside} of {seats} seats are taken (F1)"
+        room, inside = self._room, len(self._inside)
+        assert not self._waiting or inside >= room, (
+            f"{self._name}: {len(self._waiting)} wait, and {inside} of {room} are let in (F1)"
         )
-        assert inside <= max(before, seats), f"{self._name} lets in more than there are seats: {inside} of {seats} (F1)"
+        assert inside <= max(before, room), f"{self._name} lets in more than there is room for: {inside} of {room} (F1)"
         held = inside + len(self._waiting)
         assert held <= self._max_requests, f"{self._name} holds {held} of {self._max_requests} (F4)"
 

@@ -749,7 +749,7 @@ def take_answers_for_nothing(patch):
     patch.setattr(FairQueue, "said", lambda self, tenant, tokens: None)
 
 
-def leave_seats_free(patch):
+def leave_room_unused(patch):
     """Who waits is looked at only when somebody new comes."""
     handle, let_in = GatewayCore.handle, GatewayCore._let_in
 
@@ -765,7 +765,7 @@ def leave_seats_free(patch):
 
 def keep_nobody_waiting(patch):
     """Everything goes to the workers at once, and waits there, where keys are not known."""
-    patch.setattr(GatewayAdmission, "_seats_of", lambda self, load: 1 << 20)
+    patch.setattr(GatewayAdmission, "_room_of", lambda self, load: 1 << 20)
 
 
 def refuse_whoever_comes_last(patch):
@@ -872,7 +872,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     forget_the_weights,
     save_up_for_later,
     take_answers_for_nothing,
-    leave_seats_free,
+    leave_room_unused,
     keep_nobody_waiting,
     refuse_whoever_comes_last,
     keep_quiet_about_what_is_evicted,

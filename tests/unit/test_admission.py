@@ -172,7 +172,7 @@ def test_a_speed_is_known_after_a_while_and_forgotten_after_a_pause() -> None:
 
 
 class Door(Driver):
-    """One decode worker of two rows, one request ahead: three seats."""
+    """One decode worker of two rows, one request ahead: room for three."""
 
     def __init__(self, rows: int = 2, **settings: int) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_where_there_is_room_nobody_waits() -> None:
     assert door.core.load().queued == 0
 
 
-def test_what_has_no_seat_waits_here_and_keys_take_turns() -> None:
+def test_what_has_no_room_waits_here_and_keys_take_turns() -> None:
     door = Door()
     assert [door.ask(f"a{number}", ONE) for number in range(5)] == [["a0"], ["a1"], ["a2"], [], []]
     assert door.ask("b0", TWO) == []
@@ -242,7 +242,7 @@ def test_a_worker_with_a_queue_of_its_own_is_given_what_it_runs_and_one_more() -
     assert submitted(door.tell(A, Heartbeat(load=Load(queued=0, running=3)))) == ["r5"]
 
 
-def test_a_worker_that_comes_or_goes_changes_the_seats() -> None:
+def test_a_worker_that_comes_or_goes_changes_the_room() -> None:
     door = Door()
     for number in range(8):
         door.ask(f"r{number}")
@@ -338,7 +338,7 @@ def test_a_key_is_no_more_urgent_than_it_may_be() -> None:
     assert sent.body.priority == 10
 
 
-def test_heartbeats_of_strangers_are_no_seats() -> None:
+def test_heartbeats_of_strangers_are_no_room() -> None:
     door = Door()
     for number in range(4):
         door.ask(f"r{number}")
