@@ -4,9 +4,9 @@ Owns: the room that decode workers have, the queue before them, the limits of AP
 which worker somebody is given (`routing`), or a request's outcome (`gateway_core`).
 
 A worker has room for as many as it has rows, and `dispatch_ahead_requests` more, so that its own queue never runs dry.
-While it says that somebody waits there (for pages, say) it has room for as many as it runs, and those. So what cannot be
-served yet waits here, where keys are told apart, and not there. Every gateway counts its own: two of them fill a worker
-twice, and share it by its queue.
+While it says that somebody waits there (for pages, say) it has room for as many as it runs, and those. So what cannot
+be served yet waits here, where keys are told apart, and not there. Every gateway counts its own: two of them fill a
+worker twice, and share it by its queue.
 """
 
 from __future__ import annotations
