@@ -66,7 +66,7 @@ class PageLog:
     def __init__(self, page_size: int, num_pages: int) -> None:
         self._page_size = page_size
         self._names = np.zeros(num_pages, dtype=np.uint64)  # by page id; NO_PARENT: not cached
-        self._cached = 0
+        self.cached = 0  # pages
         self._events: list[PageEvent] = []
 
     def stored(self, before: int, tokens: I32, pages: I32) -> None:
@@ -76,7 +76,7 @@ class PageLog:
         names = list(page_names(tokens, self._page_size, parent))
         assert len(names) == len(pages), (len(names), len(pages))
         self._names[pages] = names
-        self._cached += len(pages)
+        self.cached += len(pages)
         self._events.append(PagesStored(parent, names, tokens.copy()))
 
     def removed(self, pages: I32) -> None:
@@ -84,8 +84,8 @@ class PageLog:
         if len(pages):
             names = self._names[pages].tolist()
             self._names[pages] = NO_PARENT
-            self._cached -= len(pages)
-            self._events.append(PagesRemoved(names) if self._cached else AllRemoved(names))
+            self.cached -= len(pages)
+            self._events.append(PagesRemoved(names) if self.cached else AllRemoved(names))
 
     @property
     def waiting(self) -> bool:

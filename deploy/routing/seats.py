@@ -1,7 +1,7 @@
 """The workers of one role that could take a request, and what each has to do: what policies choose from. Pure.
 
-Owns: the last news of each, in arrays, so that a choice costs a few array operations however many workers there are.
-Never: chooses.
+Owns: the last news of each. News are many, choices few: news are kept in lists, and are arrays for a choice. Never:
+chooses.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Seats:
         self._places = {stamp: place for place, stamp in enumerate(self.stamps)}
         self._seeds = affinity_seeds([stamp.worker for stamp in self.stamps])
         count = len(self.stamps)
-        self._said, self._placed = np.zeros((2, 2, count), dtype=np.int64)  # requests, and tokens that wait
-        self._free_pages = np.zeros(count, dtype=np.int64)
-        self._tokens_per_s = np.zeros(count, dtype=np.float64)
-        self._drains = np.zeros(count, dtype=np.bool_)
+        self._said = [[0] * count, [0] * count]  # requests, and tokens that wait
+        self._placed = [[0] * count, [0] * count]
+        self._free_pages = [0] * count
+        self._tokens_per_s = [0.0] * count
+        self._takes = [True] * count
 
     def __len__(self) -> int:
         return len(self.stamps)
@@ -41,16 +42,17 @@ class Seats:
     def heard(self, stamp: Stamp, load: Load) -> None:
         place = self._places.get(stamp)
         if place is not None:
-            self._said[:, place] = load.queued + load.running, load.queued_tokens
+            requests, tokens = self._said
+            requests[place], tokens[place] = load.queued + load.running, load.queued_tokens
             self._free_pages[place] = load.free_pages
             self._tokens_per_s[place] = load.tokens_per_s
-            self._drains[place] = load.draining
+            self._takes[place] = not load.draining
 
     def placed(self, stamp: Stamp, requests: int, tokens: int) -> None:
         """So many of this gateway's are there; the tokens are those that wait."""
         place = self._places.get(stamp)
         if place is not None:
-            self._placed[:, place] = requests, tokens
+            self._placed[0][place], self._placed[1][place] = requests, tokens
 
     def choice(
         self,
@@ -61,11 +63,13 @@ class Seats:
         draw: int,
     ) -> Choice:
         """All that is known for a policy. None of `refused_by` takes it. `cached`: `Choice.matched` and `current`."""
-        takes = ~self._drains
+        takes = np.array(self._takes, dtype=np.bool_)
         for stamp in refused_by:
             if stamp in self._places:
                 takes[self._places[stamp]] = False
-        requests, waiting_tokens = np.maximum(self._said, self._placed)
+        requests, waiting_tokens = np.maximum(
+            np.array(self._said, dtype=np.int64), np.array(self._placed, dtype=np.int64)
+        )
         count = len(self.stamps)
         matched, current = cached or (np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.bool_))
         return Choice(
@@ -77,8 +81,8 @@ class Seats:
             current=current,
             requests=requests,
             waiting_tokens=waiting_tokens,
-            free_pages=self._free_pages,
-            tokens_per_s=self._tokens_per_s,
+            free_pages=np.array(self._free_pages, dtype=np.int64),
+            tokens_per_s=np.array(self._tokens_per_s, dtype=np.float64),
             affinity=affinity_weights(affinity_key(prompt), self._seeds),
             turn=turn,
             draw=draw,

@@ -20,8 +20,6 @@ from baton.common.messages import (
     HandoffBody,
     Heartbeat,
     Hello,
-    KvEvents,
-    KvSnapshot,
     Load,
     Member,
     Membership,
@@ -267,9 +265,7 @@ class GatewayProcess(MemberProcess):
             self.admission.view(event)
         else:
             self._watch.hears(event, now)
-            if isinstance(event.body, KvEvents | KvSnapshot):
-                self.world.caches.look(event.sender, self.core.router.index)
-            elif isinstance(event.body, Heartbeat):
+            if isinstance(event.body, Heartbeat):
                 self.admission.heard(event.sender, event.body.load)
         if effects or not (
             isinstance(event, FromPeer) and isinstance(event.body, Heartbeat)

@@ -21,6 +21,8 @@ from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.messages import KvEvents
 from baton.deploy.routing.index import PrefixIndex
 
+_NOTHING: frozenset[int] = frozenset()
+
 
 class CacheWatch:
     """What each process has ever said that it holds (I2). With I1 that is what its tree held."""
@@ -31,18 +33,17 @@ class CacheWatch:
     def said(self, stamp: Stamp, batch: KvEvents) -> None:
         self._held.setdefault(stamp, set()).update(np.frombuffer(batch.stored, dtype="<u8").tolist())
 
-    def look(self, stamp: Stamp, index: PrefixIndex | None) -> None:
-        """The index has heard of it."""
-        if index is not None:
-            strange = set(index.names_of(stamp)) - self._held.get(stamp, set())
+    def look(self, stamps: Iterable[Stamp], index: PrefixIndex) -> None:
+        for stamp in stamps:
+            strange = set(index.names_of(stamp)) - self._held.get(stamp, _NOTHING)
             assert not strange, f"an index says that {stamp} holds pages that it never held: {strange}"
 
 
 def assert_named(pool: KvPool) -> None:
-    """I1."""
+    """I1, as far as it can be seen from counts; `is_known` looks at each name."""
     if pool.events is not None:
-        named = set(pool.events.held().tolist())
-        assert named == names_in(pool), f"a log names {len(named)} pages, and not those that its tree holds"
+        cached = pool.prefix.evictable.full + pool.prefix.locked.full
+        assert pool.events.cached == cached, f"a log names {pool.events.cached} pages, and the tree holds {cached}"
 
 
 def is_known(index: PrefixIndex, pools: Mapping[Stamp, KvPool]) -> bool:
@@ -50,6 +51,8 @@ def is_known(index: PrefixIndex, pools: Mapping[Stamp, KvPool]) -> bool:
     for stamp, pool in pools.items():
         known = set(index.names_of(stamp))
         held = names_in(pool) if pool.events is not None else set()
+        named = set(pool.events.held().tolist()) if pool.events is not None else set()
+        assert named == held, f"the log of {stamp} names other pages than its tree holds"
         if known != held and not (index.refused_pages and known <= held):
             return False
     return True

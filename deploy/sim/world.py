@@ -20,6 +20,7 @@ from baton.common.ids import CONTROLLER, Epoch, RequestId, SessionId, Stamp, Wor
 from baton.common.messages import Failure
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.gateway_core import RequestEnded
+from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_prompt, is_steady, plan_faults, without
 from baton.deploy.sim.network import Network
@@ -435,6 +436,8 @@ class World:
         for worker in self.workers():
             worker.look_at_sessions()
             assert_named(worker.pool)
+        for index in self._indexes():
+            self.caches.look([worker.stamp for worker in self.workers()], index)
         self._look_at_what_is_cached(self.clients.newly_over())
 
     def _look_at_what_is_cached(self, requests: Collection[ClientRequest]) -> None:
@@ -476,10 +479,13 @@ class World:
         ]
         return f"still open at {self.now:.1f} s: requests {open_requests}, processes {unsettled}; {detail}"
 
+    def _indexes(self) -> list[PrefixIndex]:
+        gateways = [one for one in self._living() if isinstance(one, GatewayProcess)]
+        return [index for one in gateways if (index := one.core.router.index) is not None]
+
     def _wait_for_indexes(self) -> None:
         """What was lost of what gateways are told of caches is asked for."""
-        gateways = [one for one in self._living() if isinstance(one, GatewayProcess)]
-        indexes = [index for one in gateways if (index := one.core.router.index) is not None]
+        indexes = self._indexes()
         until_s = self.now + INDEX_REST_S
         while not all(is_known(index, {one.stamp: one.pool for one in self.workers()}) for index in indexes):
             assert self.now < until_s, "a gateway does not come to know what is cached"
