@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from baton.common.errors import ConfigError
+from baton.common.http_config import HttpConfig, validate_http
 from baton.common.kv.prefix.names import WITHOUT_SHARING, PrefixCacheName
 from baton.common.routing_config import KvEventsConfig, RoutingConfig, validate_routing
 
@@ -180,6 +181,13 @@ class GatewayConfig:
     max_sessions: int = 4096  # open conversations; their KV is bounded by decode_worker.max_sessions
     session_ttl_s: float = 3600.0  # a session that is not used so long is closed
     tool_parser: Literal["template", "hermes", "json"] = "template"  # how the model writes calls; by its chat template
+    tls_cert: str = ""  # a PEM file, with the certificates between it and its root; renewed ones are noticed
+    tls_key: str = ""  # its private key, a PEM file without a password; "": plain HTTP
+    http: HttpConfig = field(default_factory=HttpConfig)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +419,12 @@ def _validate_door(gateway: GatewayConfig) -> None:
         reason = "others could use the cluster without an API key"
         hint = "gateway.api_keys_file, made with `baton keys new`; or gateway.open_to_network=true"
         raise ConfigError("gateway.host", gateway.host, reason, hint)
+    for name, path in (("tls_cert", gateway.tls_cert), ("tls_key", gateway.tls_key)):
+        if path and not (path.startswith("/") and path.isprintable()):
+            raise ConfigError(f"gateway.{name}", path, "must be an absolute path: the gateway starts elsewhere")
+        if not path and gateway.tls_cert + gateway.tls_key:
+            raise ConfigError(f"gateway.{name}", path, "a certificate and its key are needed together")
+    validate_http(gateway.http)
 
 
 def _is_loopback(host: str) -> bool:
@@ -522,6 +536,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("routing.max_indexed_pages", config.routing.max_indexed_pages),
         ("kv_events.buffer_batches", config.kv_events.buffer_batches),
         ("gateway.session_ttl_s", config.gateway.session_ttl_s),
+        *_positive_of_http(config.gateway.http),
         ("idempotency.linger_s", config.idempotency.linger_s),
         ("idempotency.keep_s", config.idempotency.keep_s),
         ("idempotency.max_bytes", config.idempotency.max_bytes),
@@ -534,6 +549,11 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("jobs.poll_s", config.jobs.poll_s),
         ("jobs.keep_s", config.jobs.keep_s),
     ]
+
+
+def _positive_of_http(http: HttpConfig) -> list[tuple[str, float]]:
+    numbers = {name: value for name, value in dataclasses.asdict(http).items() if isinstance(value, int | float)}
+    return [(f"gateway.http.{name}", value) for name, value in numbers.items()]
 
 
 def _lane_caps(transfer: TransferConfig) -> list[tuple[str, float]]:

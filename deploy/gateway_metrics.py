@@ -36,6 +36,11 @@ class GatewayMetrics:
         self._http = Counter(
             "baton_http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
+        self._refused = Counter(
+            "baton_http_connections_ended", "Connections that broke a limit of the HTTP server, by which.", ["reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._connections = Gauge("baton_http_connections", "That are open.", registry=self._registry)
         self._tokens = Counter("baton_output_tokens", "Output tokens received.", registry=self._registry)
         self._prompt = Counter(
             "baton_prompt_tokens", "Prompt tokens, by the origin of their KV: local, cached, restored, transferred.",
@@ -104,6 +109,13 @@ class GatewayMetrics:
 
     def http(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
+
+    def connection_ended(self, reason: str) -> None:
+        """One that broke a limit."""
+        self._refused.labels(reason).inc()
+
+    def connections(self, count: int) -> None:
+        self._connections.set(count)
 
     def page(
         self,

@@ -96,7 +96,7 @@ class ClusterHandle:
         config = self.plan.config
         host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
         ports = [config.gateway_port(number) for number in range(config.gateways)]
-        return tuple(f"http://{host}:{port}" for port in dict.fromkeys(ports))
+        return tuple(f"{config.gateway.scheme}://{host}:{port}" for port in dict.fromkeys(ports))
 
     def status(self, timeout_s: float = CALL_TIMEOUT_S) -> ControllerStatus:
         """Seats and members. A controller that is just being restarted is waited for."""

@@ -9,6 +9,9 @@ import socket
 from baton.common.errors import ConfigError
 
 BACKLOG = 1024
+_TCP_NOTSENT_LOWAT = 25  # of Linux; Python names it from 3.12 on
+UNSENT_BYTES = 128 << 10
+"""That the kernel keeps of a stream whose client does not read, instead of some megabytes."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -27,4 +30,5 @@ def open_listener(host: str, port: int) -> socket.socket:
         reason = f"cannot listen on {host}:{port}: {why}"
         raise ConfigError("gateway.port", port, reason, "0 takes any free port") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+    listener.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # this, too
     return listener

@@ -28,6 +28,7 @@ from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.engine.guiding import Guides
 from baton.common.errors import ErrorCode
+from baton.common.http_config import HttpConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import (
     Body,
@@ -201,7 +202,7 @@ def serving(
     max_model_len: int = MAX_MODEL_LEN,
     spans: SpanSink = NOBODY,
     rows: int = 64,
-    **settings: float | str,
+    **settings: float | str | HttpConfig,
 ) -> Iterator[Served]:
     """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's; `rows`: of the
     decode worker."""

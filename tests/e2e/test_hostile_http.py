@@ -1,0 +1,222 @@
+"""What a client that means harm gets from the HTTP server: an error, or a closed connection, and a count in a metric.
+Somebody else's stream goes on meanwhile, and afterwards everything is as it was."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from hostile import GIVE_UP_S, Raw, ask, counted, descriptors, ended, open_connections, status_of, undisturbed, wait
+from http_loopback import Loopback, Served, saying, serving
+
+from baton.common.http_config import HttpConfig
+
+TEXT = "Nothing happened."
+LIMITS = HttpConfig(
+    max_connections=12,
+    max_connections_per_address=10,
+    header_timeout_s=0.3,
+    max_header_bytes=8192,
+    max_headers=50,
+    keep_alive_s=0.3,
+    stall_s=0.3,
+    min_bytes_per_s=1000.0,
+)
+GET = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+SECRET = "sk-baton-do-not-tell"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(Loopback(script=saying(TEXT), pace_s=0.002), http=LIMITS) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(served: Served) -> Iterator[None]:
+    served.http.get("/live")
+    before = descriptors()
+    yield
+    gc.collect()
+    wait(lambda: open_connections(served) == 1)
+    assert descriptors() <= before
+
+
+# ------------------------------------------------------------------------------------------- who is slow
+
+
+def test_headers_that_are_dribbled(served: Served) -> None:
+    with counted(served, "header_time"), undisturbed(served, TEXT), Raw(served) as raw:
+        raw.dribble(GET + b"X-A: b\r\n" * 100, 0.02)
+        said = raw.read()
+    assert status_of(said) == 408
+    assert b"connection: close" in said.lower()
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"] == "the headers took too long"
+
+
+def test_a_connection_that_says_nothing(served: Served) -> None:
+    with counted(served, "header_time"), Raw(served) as raw:
+        assert status_of(raw.read()) == 408
+
+
+def test_a_second_request_that_is_dribbled(served: Served) -> None:
+    with counted(served, "header_time"), Raw(served) as raw:
+        raw.send(GET + b"\r\n")
+        raw.read_until(b"true}")
+        raw.dribble(GET + b"X-A: b\r\n" * 100, 0.02)
+        assert status_of(raw.read()) == 408
+
+
+def test_a_connection_without_a_request_is_closed_and_nothing_counted(served: Served) -> None:
+    before = ended(served)
+    with Raw(served) as raw:
+        raw.send(GET + b"\r\n")
+        assert raw.read().endswith(b"true}")
+    assert ended(served) == before
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 9000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n2000\r\n"])
+def test_a_body_that_is_dribbled(served: Served, framing: bytes) -> None:
+    with counted(served, "body_rate"), undisturbed(served, TEXT), Raw(served) as raw:
+        raw.send(POST + framing)
+        raw.dribble(b'{"model": "fake", "prompt": "' + b"x" * 100, 0.02)
+        assert status_of(raw.read()) == 408
+
+
+def test_a_body_at_the_least_rate_is_waited_for(served: Served) -> None:
+    """For longer than any one limit."""
+    body = b'{"model": "fake", "prompt": "x", "max_tokens": 3' + b" " * 2000 + b"}"
+    with Raw(served) as raw:
+        raw.send(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 50):
+            raw.dribble(body[start : start + 1], 0.02)
+            raw.send(body[start + 1 : start + 50])
+        assert status_of(raw.read()) == 200
+
+
+def test_a_body_that_goes_on_after_its_answer(served: Served) -> None:
+    """Who was refused may finish, so that it sees why; but not for ever."""
+    before = ended(served)
+    with Raw(served) as raw:
+        raw.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert status_of(raw.read_until(b"\r\n\r\n")) == 404
+        while raw.send(b"400\r\n" + b"x" * 1024 + b"\r\n"):
+            pass
+    assert ended(served)["body_rate"] == before["body_rate"] + 1
+
+
+def test_a_stream_that_is_not_read() -> None:
+    """It is cancelled: nobody computes for a client that does not listen."""
+    with serving(Loopback(script=saying("x" * 5000), pace_s=0.01), http=LIMITS, max_model_len=1 << 20) as served:
+        fields = {"model": "fake", "prompt": "y" * 400_000, "echo": True, "max_tokens": 5000, "stream": True}
+        body = json.dumps(fields).encode()
+        with counted(served, "read_rate"), Raw(served, receive_bytes=4096) as raw:
+            raw.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert served.worker.cancelled.wait(GIVE_UP_S)
+            assert not raw.read().endswith(b"[DONE]\n\n")
+
+
+# ------------------------------------------------------------------------------------------- who is many
+
+
+def test_too_many_connections_of_one_address(served: Served) -> None:
+    """It stands at the connection that the test has open anyway."""
+    with counted(served, "address", 3):
+        held = [Raw(served) for _ in range(LIMITS.max_connections_per_address - 1)]
+        for _ in range(3):
+            said = ask(served, b"")
+            assert status_of(said) == 503
+            assert b"retry-after: 1" in said.lower()
+        for raw in held:
+            raw.__exit__()
+        wait(lambda: open_connections(served) == 1)
+    assert served.http.get("/live").status_code == 200
+
+
+def test_too_many_connections_of_all() -> None:
+    limits = HttpConfig(max_connections=3, trusted_proxies=("127.0.0.0/8",), max_connections_per_address=1)
+    with serving(http=limits) as served, counted(served, "connections"), Raw(served), Raw(served):
+        assert status_of(ask(served, b"")) == 503
+
+
+# ------------------------------------------------------------------------------------- who is malformed
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"X-A: " + b"x" * 9000, b"X-A: b\r\n" * 51, b"X-A: " + b"x" * 300_000, b"x" * 9000 + b": y"],
+    ids=["one long header", "many headers", "an endless header", "a long name"],
+)
+def test_more_headers_than_anybody_needs(served: Served, headers: bytes) -> None:
+    with counted(served, "headers"), undisturbed(served, TEXT):
+        assert status_of(ask(served, GET + headers + b"\r\n\r\n")) == 431
+
+
+CHUNKS = b"5\r\nGET /\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS, 400),
+        (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n" + CHUNKS, 400),
+        (POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef", 400),
+        (POST + b"Content-Length: 5, 6\r\n\r\nabcdef", 400),
+        (POST + b"Content-Length: +5\r\n\r\nabcde", 400),
+        (POST + b"Content-Length: 0x5\r\n\r\nabcde", 400),
+        (POST + b"Content-Length: -1\r\n\r\n", 400),
+        (POST + b"Content-Length: \r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS, 501),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKS, 501),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n" + CHUNKS, 501),
+        (POST + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKS, 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nx\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffffffffffff\r\n", 400),
+        (POST + b"X-A: b\x00c\r\n\r\n", 400),
+        (POST + b"X-A: b\rc\r\n\r\n", 400),
+        (GET + b"Host: y\r\n\r\n", 400),
+        (b"GET /live HTTP/1.1\r\n\r\n", 400),
+        (b"GET /live\r\n\r\n", 400),
+        (b"GET /live HTTP/1.1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /l\xffve HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET /live HTTP/2.0\r\nHost: x\r\n\r\n", 505),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 400),
+        (bytes(range(256)) * 4, 400),
+    ],
+)
+def test_what_two_readers_could_understand_differently(served: Served, request_: bytes, status: int) -> None:
+    """One answer, and the connection is closed: what follows is never taken for a request."""
+    with counted(served, "malformed"):
+        said = ask(served, request_ + GET + b"\r\n")
+    assert status_of(said) == status, said
+    assert said.count(b"HTTP/1.1 ") == 1
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    body = b'{"model": "fake", "prompt": "x", "max_tokens": 7}'
+    answered = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    said = ask(served, answered + GET + b"\r\n" + answered + GET + b"Connection: close\r\n\r\n")
+    assert re.findall(rb"Nothing|true", said) == [b"Nothing", b"true", b"Nothing", b"true"]
+
+
+def test_http_1_0_is_answered_and_closed(served: Served) -> None:
+    said = ask(served, b"GET /live HTTP/1.0\r\n\r\n")
+    assert said.endswith(b'{"live":true}')
+    body = b'{"model": "fake", "prompt": "x", "stream": true}'
+    said = ask(served, b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert said.endswith(b"data: [DONE]\n\n")
+    assert b"chunked" not in said
+
+
+def test_no_other_protocol_is_spoken(served: Served) -> None:
+    """Nor is one asked for past the door."""
+    upgrade = (
+        b"Connection: Upgrade, close\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
+    )
+    assert status_of(ask(served, b"GET /ws HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")) == 404
+    assert status_of(ask(served, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")) == 404
