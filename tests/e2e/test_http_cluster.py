@@ -44,6 +44,7 @@ START_S = 200.0
 SETTLE_S = 20.0
 END_TOKEN = 257
 SECRET = "zyxwvut-never-to-be-logged"
+SECRET_TRACE = "5ec4e75ec4e75ec4e75ec4e75ec4e700"
 """Nothing that is asked for with it may be told by a log; and it is the cluster's API key, the only one."""
 KEYED = {"Authorization": f"Bearer {SECRET}"}
 _PORT = 12_000 + os.getpid() % 16 * 1_200
@@ -366,7 +367,8 @@ def test_who_holds_the_pages(cluster: Cluster, capfd: pytest.CaptureFixture[str]
 
 def ask_with_secrets(cluster: Cluster) -> dict[str, httpx.Response]:
     """Every way that a request can go, by name. Each has the secret in it."""
-    with httpx.Client(base_url=cluster.url, timeout=60, headers=KEYED) as http:
+    always = {**KEYED, "traceparent": f"00-{SECRET_TRACE}-00f067aa0ba902b7-01"}
+    with httpx.Client(base_url=cluster.url, timeout=60, headers=always) as http:
 
         def ask(path: str, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
             return http.post(path, json={"model": "fake", "max_tokens": 4, "prompt": SECRET, **body}, headers=headers)
@@ -412,7 +414,7 @@ def lines_of(logs: Path) -> list[dict[str, Any]]:
 
 
 def test_the_log_has_a_line_for_each_request_and_no_word_of_it(
-    cluster: Cluster, client: Client, ray_logs: Path
+    cluster: Cluster, client: Client, ray_logs: Path, collector: Receiver
 ) -> None:
     answers = ask_with_secrets(cluster)
     wanted = {answer.headers["X-Baton-Request-Id"]: name for name, answer in answers.items() if name != "path"}
@@ -442,6 +444,11 @@ def test_the_log_has_a_line_for_each_request_and_no_word_of_it(
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
     assert not any(SECRET in line for line in cluster.shown)
+    assert whole["trace"] == SECRET_TRACE
+    roots = {"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses"}
+    spans = collector.wait(SECRET_TRACE, lambda spans: roots <= {span.name for span in spans}, SETTLE_S)
+    assert {span.error for span in spans if span.name == "decode_worker"} >= {"", "cancelled"}, "it hung up"
+    assert not any(SECRET.encode() in body for body in collector.raw)
 
 
 def test_two_clusters_do_not_share_a_port(cluster: Cluster) -> None:
