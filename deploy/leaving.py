@@ -6,6 +6,7 @@ Never: stops Ray, or ends a process itself; the controller does, which starts a 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -45,15 +46,22 @@ def leave(cluster: str, ray_address: str, within_s: float, say: Callable[[str], 
             for worker, incarnation in here.items()
         ]
         left = [one.result() for one in leaving]
-        return all(left)
+    if not any(recorded_pid(run_dir, record.name) for record in _records(run_dir)):
+        shutil.rmtree(run_dir, ignore_errors=True)  # Ray may be gone from here when the cluster is taken down
+    return all(left)
 
 
 def _processes_here(run_dir: str) -> Iterator[tuple[WorkerId, int]]:
     """Of the seats; not the controller, which Ray starts again elsewhere."""
-    for record in Path(run_dir).glob("[!.]*"):
+    for record in _records(run_dir):
         parsed = parse_actor_name(record.name)
         if parsed is not None and recorded_pid(run_dir, record.name) is not None:
             yield parsed
+
+
+def _records(run_dir: str) -> list[Path]:
+    """Of all processes of the cluster on this node, the living and the dead."""
+    return list(Path(run_dir).glob("[!.]*"))
 
 
 def _leave_seat(

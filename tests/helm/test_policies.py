@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helm_rig import CASES, Manifest, needs_helm, of_kind, pods, render
+from test_dashboards import names_in, told
 
 pytestmark = needs_helm
 
@@ -91,6 +92,18 @@ def test_services_and_budgets_meet_pods(case: str) -> None:
     for monitor in of_kind(manifests, "PodMonitor"):
         assert [name for name, has in labels.items() if selects(monitor["spec"]["selector"]["matchLabels"], has)]
         assert all(one["port"] in ports(pods(manifests)["gateway"]) for one in monitor["spec"]["podMetricsEndpoints"])
+
+
+@pytest.mark.parametrize("case", ["everything", "spot-decode"])
+def test_what_scales_by_load_asks_for_metrics_that_there_are(case: str) -> None:
+    manifests, there = render(case), told()
+    for scaled in of_kind(manifests, "ScaledObject"):
+        for trigger in scaled["spec"]["triggers"]:
+            assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold"}
+            assert names_in(trigger["metadata"]["query"]) <= set(there)
+    for scaled in of_kind(manifests, "HorizontalPodAutoscaler"):
+        assert len(scaled["spec"]["metrics"]) == 2
+    assert of_kind(manifests, "ScaledObject") or of_kind(manifests, "HorizontalPodAutoscaler")
 
 
 def allowed(policies: list[Manifest], labels: dict[str, str], direction: str) -> list[dict[str, Any]] | None:
