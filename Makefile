@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
 
 setup: $(READY)
 
@@ -79,6 +79,10 @@ fuzz: $(READY) .venv-fuzz/.ready
 # The Helm chart, with real helm and kubectl, and the schemas of those who read what it makes.
 helm: $(READY) .venv-helm/.ready
 	$(BIN)/python -m pytest tests/helm
+
+# `ray up` over ssh between hosts that are namespaces of this machine; minutes. Wants root, openssh-server, rsync.
+ray-up: $(READY)
+	$(BIN)/python -m pytest -s -m slow tests/clusters
 
 # The chart without Helm, for a cluster that has none; tests/helm keeps it true.
 manifests: .venv-helm/.ready

@@ -97,6 +97,8 @@ def test_a_deployer_begins_anew_when_settings_change() -> None:
         ({"podSecurityContext": {"runAsNonRoot": False}}, "/podSecurityContext/runAsNonRoot"),
         ({"autoscaling": {"enabled": True}}, "/autoscaling/scaleTargetRef/name"),
         ({"groups": {"gateway": {"replicas": 2}}}, "jobs.existingSecret: several gateways share one job store"),
+        ({"ingress": {"enabled": True}}, "apiKeys.existingSecret: whoever reaches the gateways from outside"),
+        ({"service": {"type": "LoadBalancer"}}, "apiKeys.existingSecret: whoever reaches the gateways from outside"),
         ({"groups": {"decode": {"replicas": 0}}}, "there is no decode"),
     ],
 )

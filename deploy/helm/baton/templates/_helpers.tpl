@@ -60,6 +60,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and (gt (int (include "baton.workers" (dict "root" . "role" "gateway"))) 1) (not .Values.jobs.existingSecret) -}}
 {{- fail "jobs.existingSecret: several gateways share one job store, on a server" -}}
 {{- end -}}
+{{- $open := dig "gateway" "open_to_network" false .Values.config -}}
+{{- if and (or .Values.ingress.enabled (ne .Values.service.type "ClusterIP")) (not .Values.apiKeys.existingSecret) (not $open) -}}
+{{- fail "apiKeys.existingSecret: whoever reaches the gateways from outside would use them; or config.gateway.open_to_network: true" -}}
+{{- end -}}
 {{- range $name, $group := .Values.groups -}}
 {{- if and (eq $group.role "gateway") (gt (int (default 1 $group.workersPerPod)) 1) -}}
 {{- fail (printf "groups.%s.workersPerPod: gateways of one pod would want one port" $name) -}}
