@@ -272,9 +272,7 @@ def launch(
     try:
         if find_process(config.cluster, CONTROLLER) is not None:
             raise ConfigError("cluster", config.cluster, "a cluster of this name is running on this Ray")
-        controller = create_actor(
-            ControllerActor, plan, config.cluster, CONTROLLER, place_of(CONTROLLER, config.placement), max_restarts=-1
-        )
+        controller = _create_controller(plan)
         handle = ClusterHandle(plan, controller, owns_ray)
         on_progress("starting the controller")
         wait_for(handle, missing, on_progress)
@@ -287,6 +285,15 @@ def launch(
         raise
     on_progress(f"ready: {' '.join(handle.gateway_urls)}")
     return handle
+
+
+def _create_controller(plan: ClusterPlan) -> ActorHandle:
+    """Its name is taken when two launch at once: one of them."""
+    cluster, place = plan.config.cluster, place_of(CONTROLLER, plan.config.placement)
+    try:
+        return create_actor(ControllerActor, plan, cluster, CONTROLLER, place, max_restarts=-1)
+    except ValueError as error:
+        raise LaunchError(f"a cluster named {cluster!r} is being launched: {_first_line(error)}") from error
 
 
 def attach(cluster: str, ray_address: str) -> ClusterHandle:

@@ -185,3 +185,16 @@ def test_a_shutdown_goes_on_when_ray_does_not_answer(fake_ray: FakeRay, monkeypa
     ):
         handle(FakeController([ActorDiedError()]), owns_ray=True).shutdown()
     assert fake_ray.steps == ["reap", "ray.shutdown"]
+
+
+def test_of_two_that_launch_at_once_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: object, **__: object) -> None:
+        raise ValueError("The name controller (namespace=baton) is already taken.\nand more lines")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(launch, "find_process", lambda *_: None)
+    monkeypatch.setattr(launch, "create_actor", taken)
+    config = replace(ClusterConfig(), model=ModelConfig(model="fake"), gateway=GatewayConfig(port=0))
+    with pytest.raises(LaunchError, match=r"^a cluster named 'baton' is being launched: .* is already taken\.$"):
+        launch.launch(config)
