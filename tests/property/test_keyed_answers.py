@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.common.config import IdempotencyConfig
@@ -149,5 +149,6 @@ async def nothing_was_leaked(keyed: KeyedAnswers, max_bytes: int) -> None:
     linger_s=st.sampled_from((0.0, 1e6)),
     max_bytes=st.sampled_from((ENTRY_BYTES + 120, 2 * ENTRY_BYTES + 300, 9 * ENTRY_BYTES)),
 )
+@example(plan=[("ask", "a"), *[("say", "a")] * 4, ("ask", "a")], linger_s=1e6, max_bytes=ENTRY_BYTES + 120)
 def test_keys_in_any_order(plan: list[Step], linger_s: float, max_bytes: int) -> None:
     asyncio.run(live(plan, linger_s, max_bytes))
