@@ -33,7 +33,11 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`continuous_usage_stats` is vLLM's, `include_obfuscation` OpenAI's: neither is had here, but for "no"."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Sampled(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,6 +72,7 @@ class Sampled(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class _Completion(Sampled, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completions share."""
 
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream_options: StreamOptions | None = None
@@ -167,15 +172,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prompt_cache_key": (),
     "safety_identifier": (),
-    "min_tokens": (0,),
+    # vLLM's
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_special_tokens": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "return_tokens_as_token_ids": (False,),
 }
 
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it."""
     request = parse(kind, body, _NEUTRAL)
-    if request.stream_options is not None and not request.stream:
-        raise refusal("stream_options", "needs stream: true")
+    if request.stream_options is not None:
+        _check_stream_options(request.stream_options, streamed=bool(request.stream))
+    _check_min_tokens(request)
     if isinstance(request, ChatRequest):
         _check_chat(request)
     elif request.max_tokens == 0 and not request.echo:
@@ -185,6 +202,24 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     if request.scored_top >= 0 and request.session_id is not None:
         raise refusal("session_id", "a turn computes what is new: its prompt has no log probabilities")
     return request
+
+
+def _check_stream_options(options: StreamOptions, *, streamed: bool) -> None:
+    if not streamed:
+        raise refusal("stream_options", "needs stream: true")
+    for name in ("continuous_usage_stats", "include_obfuscation"):
+        if getattr(options, name):
+            raise refusal(f"stream_options.{name}", "not supported by Baton (leave it out)")
+
+
+def _check_min_tokens(request: ChatRequest | CompletionRequest) -> None:
+    """As benchmarks ask: an answer that does not end before its last token has as many as it may have."""
+    if not request.min_tokens:
+        return
+    if not request.ignore_eos or request.stops or request.stop_token_ids:
+        raise refusal("min_tokens", "needs ignore_eos: true and no stop: the answer is then as long as max_tokens says")
+    if request.wanted_tokens is not None and request.min_tokens > request.wanted_tokens:
+        raise refusal("min_tokens", f"more than the {request.wanted_tokens} tokens that the answer may have")
 
 
 def _check_chat(request: ChatRequest) -> None:
