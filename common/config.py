@@ -207,6 +207,7 @@ class JobsConfig:
     max_running_lines: int = 64  # that each gateway answers at a time
     max_lines: int = 50_000  # of one batch
     max_file_bytes: int = 200 << 20
+    max_uploads: int = 64  # at a time; they wait on a disk of the gateway's until they are whole
     max_stored_bytes: int = 32 << 30  # of all files together; uploads beyond it are refused
     max_attempts: int = 10  # to answer one line, those included that ended with the process that made them
     priority: int = 50  # of lines that name none (smaller is sooner; other requests have 0)
@@ -543,6 +544,7 @@ def _positive_settings(config: ClusterConfig) -> list[tuple[str, float | None]]:
         ("jobs.max_running_lines", config.jobs.max_running_lines),
         ("jobs.max_lines", config.jobs.max_lines),
         ("jobs.max_file_bytes", config.jobs.max_file_bytes),
+        ("jobs.max_uploads", config.jobs.max_uploads),
         ("jobs.max_stored_bytes", config.jobs.max_stored_bytes),
         ("jobs.max_attempts", config.jobs.max_attempts),
         ("jobs.lease_s", config.jobs.lease_s),

@@ -22,6 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from baton.common.config import GatewayConfig
 from baton.common.errors import ErrorCode, RequestError
@@ -32,7 +33,7 @@ from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, current_request_id, fai
 from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_door import Door
-from baton.deploy.http_parts import IdempotencyKey, error_response, json_response, owner_of, read_body
+from baton.deploy.http_parts import Bodies, IdempotencyKey, error_response, json_response, owner_of, parse_aside
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
 from baton.deploy.openai_answers import answer_json, prepare
@@ -69,7 +70,7 @@ class HttpApi:
         self._gateway = gateway
         self._keyed = keyed
         self._jobs = jobs
-        self._max_body_bytes = settings.max_body_bytes
+        self._received = Bodies(settings.max_body_bytes, settings.http.max_receiving_bytes)
         self._request_timeout_s = settings.request_timeout_s
         self._open_metrics = settings.open_metrics
         self._created = int(time.time())  # a date for clients, not a clock
@@ -114,6 +115,7 @@ class HttpApi:
         app.add_exception_handler(HTTPException, self.not_found)
         app.add_exception_handler(RequestError, self.refused)
         app.add_exception_handler(RequestValidationError, self.malformed_path)
+        app.add_exception_handler(ClientDisconnect, self.hung_up)
         app.add_exception_handler(Exception, self.internal_error)
         return app
 
@@ -136,7 +138,7 @@ class HttpApi:
             """An answer, or, with `stream`, server-sent events."""
             request_id, owner, key = current_request_id(), owner_of(request), idempotency_key
             try:
-                body = await self._read_body(request)
+                body = await self._received.read(request)
 
                 async def respond() -> Response:
                     response = await answer(body, request_id, owner)
@@ -162,7 +164,7 @@ class HttpApi:
     async def _complete(
         self, kind: type[ChatRequest] | type[CompletionRequest], body: bytes, request_id: str, owner: str
     ) -> Response:
-        request = parse_request(kind, body)
+        request = await parse_aside(partial(parse_request, kind), body)
         answering = await prepare(self._gateway, request, request_id, owner, self._request_timeout_s)
         if not request.stream:
             reply, timing = await answer_json(answering)
@@ -170,15 +172,12 @@ class HttpApi:
         return await _streaming(answer_stream(answering))
 
     async def _respond(self, body: bytes, request_id: str, owner: str) -> Response:
-        request = parse_responses_request(body)
+        request = await parse_aside(parse_responses_request, body)
         responding = await prepare_response(self._gateway, request, request_id, owner, self._request_timeout_s)
         if not request.stream:
             reply, timing = await respond(responding)
             return json_response(reply, 200, {"Server-Timing": timing})
         return await _streaming(respond_stream(responding))
-
-    async def _read_body(self, request: Request) -> bytes:
-        return await read_body(request, self._max_body_bytes)
 
     # ------------------------------------------------------------------------------------------ sessions
 
@@ -207,11 +206,11 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         """What a prompt or a conversation is to the model."""
-        return json_response(await tokenize(self._gateway.model, await self._read_body(request)))
+        return json_response(await tokenize(self._gateway.model, await self._received.read(request)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        return json_response(detokenize(self._gateway.model, await self._read_body(request)))
+        return json_response(await detokenize(self._gateway.model, await self._received.read(request)))
 
     async def live(self) -> Response:
         """This process turns its loop."""
@@ -261,6 +260,10 @@ class HttpApi:
         message = f"{request.method} {request.url.path}: {error.detail}"
         detail = ErrorDetail(message=message, type="invalid_request_error", param=None, code="not_found")
         return json_response(ErrorReply(error=detail), error.status_code)
+
+    async def hung_up(self, request: Request, error: Exception) -> Response:
+        """While its body was read."""
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def malformed_path(self, request: Request, error: Exception) -> Response:
         """A page that is no number, a component that no model has. Bodies are not FastAPI's to read here."""

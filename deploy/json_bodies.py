@@ -18,6 +18,9 @@ from baton.common.errors import ErrorCode, RequestError
 MAX_SHOWN_CHARS = 100
 """Of what a client sent, in a message about it. The body may be megabytes."""
 
+MAX_VALUES = 1 << 18
+"""Of one body: as many can take a tenth of a second to read. A prompt of more token ids can be sent as text."""
+
 _WHERE = re.compile(r"(?P<reason>.*) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -32,7 +35,9 @@ def shorten(text: str) -> str:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The fields, or RequestError INVALID_REQUEST."""
+    """The fields, or RequestError INVALID_REQUEST, TOO_LARGE."""
+    if len(body) > MAX_VALUES and _values_in(body) > MAX_VALUES:
+        raise RequestError(ErrorCode.TOO_LARGE, f"the body has more than {MAX_VALUES} values")
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -40,6 +45,15 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise RequestError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
     return fields
+
+
+def _values_in(body: bytes) -> int:
+    """About how many, and keys, if it is JSON. Takes milliseconds: megabytes of `[],[],[],` take seconds to decode."""
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if bare.count(b'"') > 2 * MAX_VALUES:
+        return MAX_VALUES + 1
+    outside = b"".join(bare.split(b'"')[::2])
+    return sum(map(outside.count, (b",", b"[", b"{")))
 
 
 def parse(kind: type[BodyT], body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> BodyT:

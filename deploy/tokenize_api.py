@@ -11,6 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from baton.deploy.chat_messages import ChatMessage, Tools, chars_of, conversation
+from baton.deploy.http_parts import parse_aside
 from baton.deploy.json_bodies import decode_object, parse, refusal
 from baton.deploy.openai_api import TokenId
 from baton.deploy.tokenizer import ServedModel, encode_aside
@@ -63,13 +64,17 @@ class Detokenized(Struct, frozen=True, kw_only=True):
 
 async def tokenize(model: ServedModel, body: bytes) -> Tokenized:
     """Raises RequestError."""
-    kind: type[TokenizePrompt] | type[TokenizeChat]
-    kind = TokenizeChat if "messages" in decode_object(body) else TokenizePrompt
-    request = parse(kind, body, _NEUTRAL)
+    request = await parse_aside(_parsed, body)
     _check_model(model, request.model)
     tokens = await _encode(model, request)
     texts = [model.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
     return Tokenized(count=len(tokens), max_model_len=model.max_model_len, tokens=tokens, token_strs=texts)
+
+
+def _parsed(body: bytes) -> TokenizePrompt | TokenizeChat:
+    if "messages" in decode_object(body):
+        return parse(TokenizeChat, body, _NEUTRAL)
+    return parse(TokenizePrompt, body, _NEUTRAL)
 
 
 async def _encode(model: ServedModel, request: TokenizePrompt | TokenizeChat) -> list[int]:
@@ -84,9 +89,9 @@ async def _encode(model: ServedModel, request: TokenizePrompt | TokenizeChat) ->
     return await encode_aside(chars_of(request.messages), partial(model.encode_chat, tools=tools), messages)
 
 
-def detokenize(model: ServedModel, body: bytes) -> Detokenized:
+async def detokenize(model: ServedModel, body: bytes) -> Detokenized:
     """With its special tokens. Raises RequestError."""
-    request = parse(DetokenizeRequest, body, {})
+    request = await parse_aside(lambda body: parse(DetokenizeRequest, body, {}), body)
     _check_model(model, request.model)
     strange = model.strange_token(request.tokens)
     if strange is not None:

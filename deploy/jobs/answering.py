@@ -6,6 +6,7 @@ waits or tries again (`runner.py`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from baton.common.errors import ErrorCode, RequestError
 from baton.common.log import EventLog, where_of
 from baton.deploy.accounts import BATCH, CURRENT, Books, failed
 from baton.deploy.gateway_shell import Gateway
+from baton.deploy.http_parts import parse_aside
 from baton.deploy.jobs.records import ClaimedLine
 from baton.deploy.jobs.runner import Reply
 from baton.deploy.json_bodies import refusal
@@ -68,12 +70,12 @@ class LineAnswerer:
         """(the body, tokens of the prompt, tokens of the answer)."""
         asked = (request_id, line.owner, self._timeout_s)
         if line.endpoint == "/v1/responses":
-            wanted = self._adapted(parse_responses_request(line.request))
+            wanted = self._adapted(await parse_aside(parse_responses_request, line.request))
             response, _ = await respond(await prepare_response(self._gateway, wanted, *asked))
             assert response.usage is not None, "it has ended"
             return encode(response), response.usage.input_tokens, response.usage.output_tokens
         kind = ChatRequest if line.endpoint == "/v1/chat/completions" else CompletionRequest
-        request = self._adapted(parse_request(kind, line.request))
+        request = self._adapted(await parse_aside(partial(parse_request, kind), line.request))
         reply, _ = await answer_json(await prepare(self._gateway, request, *asked))
         assert isinstance(reply.usage, Usage), "it is whole"
         return encode(reply), reply.usage.prompt_tokens, reply.usage.completion_tokens

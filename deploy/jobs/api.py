@@ -19,7 +19,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from baton.common.config import JobsConfig
-from baton.deploy.http_parts import IdempotencyKey, json_response, owner_of, read_body, refuse_declared, too_large
+from baton.common.errors import ErrorCode, RequestError
+from baton.deploy.http_parts import Bodies, IdempotencyKey, json_response, owner_of, refuse_declared, too_large
 from baton.deploy.jobs.records import FileRecord
 from baton.deploy.jobs.shapes import (
     BatchObject,
@@ -42,6 +43,9 @@ PART_BYTES = 1 << 20
 """Of an upload, in the store."""
 FORM_BYTES = 1 << 20
 """What a form may take beside its file."""
+RETRY_UPLOAD_S = 5.0
+CREATED_AT_ONCE = 16
+"""Batches whose bodies, however large, are received together."""
 MAX_LINE = (1 << 63) - 1
 JSONL = "application/jsonl"
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -72,7 +76,8 @@ class JobsApi:
     ) -> None:
         self._store = store
         self._settings = settings
-        self._max_body_bytes = max_body_bytes
+        self._received = Bodies(max_body_bytes, CREATED_AT_ONCE * max_body_bytes)
+        self._uploading = 0
         self._on_change = on_change
 
     def add_routes(self, app: FastAPI) -> tuple[type, ...]:
@@ -96,6 +101,16 @@ class JobsApi:
         """Keeps a file with requests, one JSON object a line, for a batch."""
         most = self._settings.max_file_bytes
         refuse_declared(request, most + FORM_BYTES, "jobs.max_file_bytes")
+        if self._uploading >= self._settings.max_uploads:
+            reason = f"{self._uploading} files are being uploaded (jobs.max_uploads)"
+            raise RequestError(ErrorCode.OVERLOADED, reason, retry_after_s=RETRY_UPLOAD_S)
+        self._uploading += 1
+        try:
+            return json_response(file_object(await self._keep(request, most, idempotency_key)))
+        finally:
+            self._uploading -= 1
+
+    async def _keep(self, request: Request, most: int, idempotency_key: str | None) -> FileRecord:
         parser = MultiPartParser(request.headers, _bounded(request, most + FORM_BYTES), max_files=1, max_fields=8)
         try:
             form = await parser.parse()
@@ -103,7 +118,7 @@ class JobsApi:
             raise refusal("file", f"expected multipart/form-data: {shorten(str(error))}") from error
         try:
             file = _checked(form, most)
-            stored = await self._store(
+            return await self._store(
                 JobStore.add_file,
                 owner_of(request),
                 "batch",
@@ -115,7 +130,6 @@ class JobsApi:
             )
         finally:
             await form.close()
-        return json_response(file_object(stored))
 
     async def files(
         self,
@@ -156,7 +170,7 @@ class JobsApi:
 
     async def create_batch(self, request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Answers every line of a file, whatever is restarted meanwhile."""
-        wanted = parse(BatchRequest, await read_body(request, self._max_body_bytes), {"output_expires_after": ()})
+        wanted = parse(BatchRequest, await self._received.read(request), {"output_expires_after": ()})
         window = wanted.completion_window
         batch = await self._store(
             JobStore.create_batch,

@@ -181,6 +181,7 @@ CHUNKS = b"5\r\nGET /\r\n0\r\n\r\n"
         (GET + b"Host: y\r\n\r\n", 400),
         (b"GET /live HTTP/1.1\r\n\r\n", 400),
         (b"GET /live\r\n\r\n", 400),
+        (b"GET /v1/files/file-%00 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
         (b"GET /live HTTP/1.1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
         (b"GET /l\xffve HTTP/1.1\r\nHost: x\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
@@ -220,3 +221,137 @@ def test_no_other_protocol_is_spoken(served: Served) -> None:
     )
     assert status_of(ask(served, b"GET /ws HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")) == 404
     assert status_of(ask(served, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")) == 404
+
+
+# ------------------------------------------------------------------------------------- what it asks for
+
+MANY = 1_300_000
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["[" + ",".join(["[]"] * MANY) + "]", "[" + ",".join("1" * MANY) + "]", '["' + '","'.join("x" * MANY) + '"]'],
+    ids=["lists", "token ids", "texts"],
+)
+def test_a_body_of_a_million_values(served: Served, prompt: str) -> None:
+    """It would take a second to read; a long text of any characters does not."""
+    body = f'{{"model": "fake", "prompt": {prompt}}}'.encode()
+    with undisturbed(served, TEXT):
+        refused = served.http.post("/v1/completions", content=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_large")
+        quoted = json.dumps({"model": "fake", "prompt": prompt[:1_500_000]}).encode()
+        read = served.http.post("/v1/completions", content=quoted)
+        assert (read.status_code, read.json()["error"]["code"]) == (400, "prompt_too_long"), read.text[:200]
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_a_body_that_is_nested_deeply(served: Served, opening: str) -> None:
+    body = '{"model": "fake", "prompt": ' + opening * 100_000
+    refused = served.http.post("/v1/completions", content=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+
+
+def test_bodies_that_together_are_too_large() -> None:
+    with serving(http=HttpConfig(max_receiving_bytes=50_000)) as served, Raw(served) as raw:
+        raw.send(POST + b"Content-Length: 60000\r\n\r\n" + b"x" * 49_000)
+        body = json.dumps({"model": "fake", "prompt": "x" * 2_000}).encode()
+
+        def refused() -> bool:
+            answer = served.http.post("/v1/completions", content=body)
+            return answer.status_code == 429 and "Retry-After" in answer.headers
+
+        wait(refused)
+        raw.__exit__()
+        wait(lambda: not refused())
+
+
+ODD = [
+    "..%2F..%2F..%2Fetc%2Fpasswd",
+    "%2e%2e/%2e%2e/etc/passwd",
+    "....//....//etc/passwd",
+    "..%5c..%5cwindows",
+    "file-%0d%0aX-Injected:%20yes",
+    "%27%20OR%201=1--",
+    "%F0%9F%98%80",
+    "%ff%fe",
+    "a" * 2000,
+    "-1",
+    "999999999999999999999999999999",
+    "%252e%252e%252f",
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_ids_that_are_none(served: Served, odd: str) -> None:
+    """No id is ever a path or a part of a statement, and none comes back in a header."""
+    asked = [
+        ("GET", f"/v1/files/{odd}"),
+        ("GET", f"/v1/files/{odd}/content"),
+        ("DELETE", f"/v1/files/{odd}"),
+        ("GET", f"/v1/files?after={odd}"),
+        ("GET", f"/v1/batches/{odd}"),
+        ("GET", f"/v1/batches/{odd}/events"),
+        ("POST", f"/v1/batches/{odd}/cancel"),
+        ("GET", f"/v1/batches?after={odd}"),
+        ("DELETE", f"/v1/sessions/{odd}"),
+        ("GET", f"/v1/models/{odd}"),
+        ("GET", f"/kv/{odd}/{odd}"),
+        ("GET", f"/handoffs/{odd}"),
+        ("GET", f"/ui/{odd}"),
+        ("GET", f"/docs/{odd}"),
+    ]
+    pipelined = b"".join(b"%s %s HTTP/1.1\r\nHost: x\r\n\r\n" % (how.encode(), path.encode()) for how, path in asked)
+    said = ask(served, pipelined + GET + b"Connection: close\r\n\r\n")
+    statuses = re.findall(rb"HTTP/1\.1 (\d{3}) ", said)
+    assert len(statuses) == len(asked) + 1
+    for (_, path), status in zip(asked, statuses, strict=False):
+        assert status in (b"400", b"404", b"405") or (b"200", "after=" in path) == (status, True), (path, status)
+    assert not re.findall(rb'"data":\[[^]]', said)
+    assert b"root:" not in said
+    assert b"\r\nx-injected" not in said.lower()
+
+
+def test_nothing_that_a_client_says_is_a_label(served: Served) -> None:
+    def labels() -> set[str]:
+        return set(re.findall(r"^[a-z_]\S*\{.*\}|^[a-z_]\w+", served.http.get("/metrics").text, re.MULTILINE))
+
+    headers = {"Authorization": f"Bearer {SECRET}", "X-Request-Id": SECRET}
+    served.http.post("/v1/completions", json={"model": "fake", "prompt": "x"}, headers=headers)
+    served.http.post("/v1/completions", json={"model": "other", "prompt": "x"}, headers=headers)
+    before = labels()
+    for number in range(30):
+        odd = f"{SECRET}-{number}"
+        served.http.request(odd, f"/{odd}")
+        served.http.get(f"/v1/files/{odd}", headers={"Authorization": f"Bearer {odd}"})
+        body = {"model": "fake", "prompt": odd, "user": odd, "max_tokens": 1}
+        served.http.post("/v1/completions", json=body, headers={"X-Request-Id": odd, "User-Agent": odd})
+        served.http.post("/v1/completions", json={**body, "model": odd}, headers=headers)
+    assert labels() - before == set()
+    assert SECRET not in served.http.get("/metrics").text
+
+
+def test_no_other_site_may_read(served: Served) -> None:
+    asks = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    for method in ("OPTIONS", "GET", "POST"):
+        for path in ("/v1/completions", "/v1/models", "/status", "/ui"):
+            answer = served.http.request(method, path, headers=asks)
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+    for page in ("/ui", "/docs"):
+        policy = served.http.get(page).headers["Content-Security-Policy"]
+        assert "default-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+
+
+def test_errors_tell_nothing_of_others_or_of_us(served: Served) -> None:
+    headers = {"Authorization": f"Bearer {SECRET}"}
+    answers = [
+        served.http.get("/v1/files/file-0", headers=headers),
+        served.http.get("/nothing", headers=headers),
+        served.http.post("/v1/completions", content=b"{", headers=headers),
+        served.http.post("/v1/completions", json={"model": "fake", "prompt": "x" * 10_000}, headers=headers),
+    ]
+    for answer in answers:
+        assert 400 <= answer.status_code < 500
+        said = f"{answer.headers}{answer.text}"
+        for word in (SECRET, "Traceback", ".py", "uvicorn", "/root", "/home"):
+            assert word not in said
