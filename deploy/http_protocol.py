@@ -84,8 +84,6 @@ class CheckedConnection(h11.Connection):
     def _check(self, request: h11.Request) -> None:
         if request.http_version not in (b"1.0", b"1.1"):
             raise h11.RemoteProtocolError("an HTTP version that is not spoken here", 505)
-        if b"%00" in request.target:  # which no id has, and some databases choke on
-            raise h11.RemoteProtocolError("a NUL in the address", 400)
         headers = list(request.headers)
         size = len(request.target) + sum(len(name) + len(value) for name, value in headers)
         if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
