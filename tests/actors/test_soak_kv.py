@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from harness import kill_config, question, wait_clean
+from harness import check_sources, kill_config, question, wait_clean
 
 from baton.common.config import DecodeConfig, KvConfig, ModelConfig, TiersConfig
 from baton.common.engine.fake_runner import fake_generate
@@ -107,6 +107,7 @@ class Soak:
                             return False
                         count += 1
                 text = stream.answer.text
+                check_sources(stream.answer.timeline, len(prompt))
         except RequestError as error:
             self.outcomes[str(error.code)] += 1
             return False
