@@ -73,25 +73,45 @@ class Answering:
     choices: tuple[_Choice, ...]  # of the first prompt, then of the second, ...; `per_prompt` of each
     per_prompt: int
     created: int
-    calling: Calling | None = None  # tools that the answers may call
+    calling: Calling | None  # tools that the answers may call
+    computed: tuple[asyncio.Event, ...]  # by prompt: its first choice has begun, or ended
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
     def events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
-        choice = self.choices[index]
-        events = self.gateway.answer(
+        events = self._events(index)
+        return _without_answer(events) if self.request.wanted_tokens == 0 else events
+
+    async def _events(self, index: int) -> AsyncGenerator[AnswerEvent, None]:
+        """The other choices of a prompt wait until the first one has it computed, and find it in a cache then: asked
+        for together, each would compute it."""
+        prompt, turn = divmod(index, self.per_prompt)
+        waited_s = 0.0
+        if turn:
+            began_s = time.monotonic()
+            await self.computed[prompt].wait()
+            waited_s = time.monotonic() - began_s
+        try:
+            async with aclosing(self._answer(self.choices[index], max(0.0, self.timeout_s - waited_s))) as events:
+                async for event in events:
+                    self.computed[prompt].set()
+                    yield event
+        finally:
+            self.computed[prompt].set()
+
+    def _answer(self, choice: _Choice, timeout_s: float) -> AsyncGenerator[AnswerEvent, None]:
+        return self.gateway.answer(
             choice.request_id,
             choice.tokens,
             choice.sampling,
             self.request.stops,
-            self.timeout_s,
+            timeout_s,
             session_id=SessionId(self.request.session_id or NO_SESSION),
             owner=self.owner,
             priority=self.request.priority or 0,
         )
-        return _without_answer(events) if self.request.wanted_tokens == 0 else events
 
 
 async def _without_answer(events: AsyncGenerator[AnswerEvent, None]) -> AsyncGenerator[AnswerEvent, None]:
@@ -143,7 +163,10 @@ async def prepare(
             choices.append(_Choice(RequestId(own_id), tokens, own, echo))
     timeout_s = min(request.timeout_s or max_timeout_s, max_timeout_s)
     created = int(time.time())
-    return Answering(gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, created, calling)
+    computed = tuple(asyncio.Event() for _ in token_lists)
+    return Answering(
+        gateway, request, request_id, owner, timeout_s, tuple(choices), per_prompt, created, calling, computed
+    )
 
 
 def _echo_of(tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, place: int, tokens: list[int]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,7 +14,8 @@ import openai
 import pytest
 from http_loopback import MAX_MODEL_LEN, Loopback, Served, saying, serving
 
-from baton.common.messages import Load
+from baton.common.engine.core_api import SendTo
+from baton.common.messages import Load, Submit
 
 TEXT = "Hello wörld €😀, and good bye!"
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
@@ -110,6 +113,39 @@ def test_several_choices_of_a_prompt(client: openai.OpenAI, served: Served) -> N
         assert (usage.prompt_tokens, usage.completion_tokens) == (prompt_tokens, 12)
         assert usage.prompt_tokens_details is not None
         assert usage.prompt_tokens_details.cached_tokens == 1
+
+
+class _Holding(Loopback):
+    """Answers nothing until it is told to."""
+
+    released = False
+
+    def post(self, effect: SendTo) -> None:
+        if isinstance(effect.body, Submit) and not self.released:
+            self.submits.append(effect.body)
+        else:
+            super().post(effect)
+
+    def release(self) -> None:
+        self.released = True
+        for submit in list(self.submits):
+            self._emit(submit, *self.script(submit), 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_a_prompt_wait_until_the_first_one_has_it_computed(stream: bool) -> None:
+    """Then it is in a cache. Together they would compute it as often as there are choices."""
+    worker = _Holding(script=saying(TEXT))
+    with serving(worker) as served, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, served, "/v1/completions", prompt=["a", "b"], n=3, max_tokens=4, stream=stream)
+        give_up_s = time.monotonic() + 20
+        while len({submit.request_id for submit in worker.submits}) < 2:
+            assert time.monotonic() < give_up_s
+        served.http.get("/live")
+        assert {submit.request_id[-2:] for submit in worker.submits} == {"-0", "-3"}
+        worker.release()
+        assert asked.result(20).text.count('"finish_reason":"length"') == 6
+        assert len({submit.request_id for submit in worker.submits}) == 6
 
 
 def test_several_choices_of_several_prompts(client: openai.OpenAI, served: Served) -> None:

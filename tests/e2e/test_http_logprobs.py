@@ -98,7 +98,8 @@ def test_an_echo_streams_in_front_of_its_answer(served: Served) -> None:
 def test_several_choices_of_a_prompt_score_it_once(served: Served) -> None:
     served.worker.submits.clear()
     answer = post(served, prompt=[PROMPT, "ab"], prompt_logprobs=1, n=3).json()
-    assert [submit.sampling.prompt_logprobs for submit in served.worker.submits] == [1, -1, -1, 1, -1, -1]
+    asked = {submit.request_id[-2:]: submit.sampling.prompt_logprobs for submit in served.worker.submits}
+    assert asked == {"-0": 1, "-1": -1, "-2": -1, "-3": 1, "-4": -1, "-5": -1}
     assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [4, 4, 4, 2, 2, 2]
 
 
