@@ -25,7 +25,7 @@ import pytest
 from otlp_receiver import Received, Receiver, receiving, tree
 from vllm_events import Subscriber
 
-from baton.client import AsyncClient, Client
+from baton.client import Answer, AsyncClient, Client
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.ids import WorkerId
 from baton.common.messages import SamplingParams
@@ -276,6 +276,18 @@ def test_many_at_once_are_all_right(cluster: Cluster) -> None:
 
     assert asyncio.run(ask()) == [right_text(prompt, max_tokens=30)[0] for prompt in prompts]
     assert prompt_tokens_counted(cluster) - before == sum(map(len, prompts)), "each token of a prompt is counted once"
+
+
+def test_a_job_is_found_again_and_its_answers_are_right(cluster: Cluster) -> None:
+    prompts = [f"a prompt of a job, number {n}" for n in range(20)]
+    with Client(cluster.url) as client:
+        job_id = client.submit(prompts, key="of the cluster", max_tokens=20, temperature=0).id
+    with Client(cluster.url) as client:
+        answers = [one for one in client.job(job_id).results(60) if isinstance(one, Answer)]
+        assert [answer.text for answer in answers] == [right_text(prompt, max_tokens=20)[0] for prompt in prompts]
+        assert all(answer.timeline.decode_worker for answer in answers)
+        again = client.map(prompts, key="of the cluster", max_tokens=20, temperature=0)
+        assert again == answers, "told again, not computed again"
 
 
 def test_the_openai_package_sees_a_stream(cluster: Cluster) -> None:
