@@ -185,9 +185,8 @@ class ClusterHandle:
             raise LaunchError("; ".join(left))
 
     def _kill_controller(self) -> None:
-        controller = find_process(self.plan.config.cluster, CONTROLLER)
-        if controller is not None:
-            ray.kill(controller, no_restart=True)
+        if find_process(self.plan.config.cluster, CONTROLLER) == self.controller:  # and not that of a successor
+            ray.kill(self.controller, no_restart=True)
             reap(self.plan.run_dir, CONTROLLER, KILL_GRACE_S, REAP_TIMEOUT_S)
 
     def _reap_all(self) -> None:

@@ -35,7 +35,6 @@ from baton.deploy.launch import (
     join_ray,
     launch,
     one_of_each_role,
-    wait_for,
 )
 from baton.deploy.ray_side import find_process, kill_actors
 
@@ -62,7 +61,7 @@ def stand_up(
         differences = _differences(config, running.plan.config)
         if not differences:
             on_progress(f"{config.cluster} runs already, as configured")
-            wait_for(running, one_of_each_role, on_progress)
+            _wait_back(running)
             return running
         if not replace:
             field, value = next(iter(differences.items()))
@@ -74,6 +73,19 @@ def stand_up(
     return launch(
         config, ray_address=ray_address, on_progress=on_progress, class_paths=class_paths, missing=one_of_each_role
     )
+
+
+def _wait_back(running: ClusterHandle) -> None:
+    """Until a process of each role is there. Whoever died before may be on his way back. Raises LaunchError."""
+    clock = MonotonicClock()
+    patience_s = running.plan.config.liveness.start_deadline_s
+    deadline_s = clock.now() + patience_s
+    status = running.status()
+    while not status.seats or one_of_each_role(status):
+        if clock.now() >= deadline_s:
+            missing = ", ".join(f"{seat.worker} ({seat.detail})" for seat in one_of_each_role(status))
+            raise LaunchError(f"after {patience_s:g} s there is nobody of a role: {missing}")
+        status = running.wait_change(status, 1.0)
 
 
 def take_down(cluster: str, ray_address: str, drain_s: float) -> bool:

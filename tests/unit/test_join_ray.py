@@ -122,6 +122,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(launch.time, "sleep", fake.pauses_s.append)
     monkeypatch.setattr(launch, "find_process", step("find", None))
     monkeypatch.setattr(launch, "reap_strangers", step("reap", True))
+    monkeypatch.setattr(launch, "forget_run_dir", lambda run_dir: None)
     monkeypatch.setattr(ray, "shutdown", step("ray.shutdown", None))
     return fake
 
@@ -173,6 +174,22 @@ def test_a_shutdown_goes_on_when_the_controller_does_not_answer(
         handle(FakeController([error]), str(run_dir), owns_ray=True).shutdown()
     assert fake_ray.steps == ["find", "reap", "ray.shutdown"]
     assert not run_dir.exists()
+
+
+def test_a_cluster_that_was_replaced_does_not_end_the_one_that_replaced_it(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, killed = FakeController([ActorDiedError()]), FakeController([]), list[object]()
+    monkeypatch.setattr(ray, "kill", lambda controller, no_restart: killed.append(controller))
+    monkeypatch.setattr(launch, "find_process", lambda *_: new)
+    with pytest.raises(LaunchError, match="the controller"):
+        handle(old).shutdown()
+    assert killed == []
+    monkeypatch.setattr(launch, "find_process", lambda *_: old)
+    old.errors.append(ActorDiedError())
+    with pytest.raises(LaunchError, match="the controller"):
+        handle(old).shutdown()
+    assert killed == [old]
 
 
 def test_a_shutdown_goes_on_when_ray_does_not_answer(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
