@@ -67,6 +67,12 @@ def api_key() -> str | None:
     return os.environ.get("BATON_API_KEY") or None
 
 
+def ca_file() -> str | None:
+    """`BATON_CA_FILE`: a PEM file with the authorities that commands and clients trust when they talk to an `https://`
+    gateway. Default: those of the package `certifi`, or of `SSL_CERT_FILE`."""
+    return os.environ.get("BATON_CA_FILE") or None
+
+
 def compiler() -> str:
     """`CXX`: the C++ compiler for kernels. Default: `c++`, found on `PATH`."""
     return os.environ.get("CXX") or "c++"

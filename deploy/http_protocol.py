@@ -37,6 +37,8 @@ Refusal = Literal["connections", "address", "tls", "malformed", "headers", "head
 """Why a connection was ended: the labels of a metric."""
 TLS_CLOSE_S = 2.0
 """For a client to say goodbye."""
+HELD_BYTES = 1
+"""More in a transport's buffer means: wait. (0 would be right, but TLS transports of asyncio take it for "always".)"""
 _RETRY = ((b"retry-after", b"1"),)
 
 
@@ -124,7 +126,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=HELD_BYTES)
         peer = transport.get_extra_info("peername")
         self._address = peer[0] if peer else ""
         full = self._guard.connections.enter(self._address)
@@ -166,7 +168,7 @@ class GuardedProtocol(H11Protocol):
         if encrypted is None or encrypted.is_closing():
             self._leave()
             return
-        encrypted.set_write_buffer_limits(high=0)
+        encrypted.set_write_buffer_limits(high=HELD_BYTES)
         self._begin(encrypted)
         if self._early:
             early, self._early = bytes(self._early), bytearray()

@@ -19,6 +19,7 @@ import msgspec
 
 from baton.deploy.bench.workload import Ask
 from baton.deploy.client import lines_of
+from baton.deploy.client.connection import trust
 
 DATA, DONE = b"data: ", b"data: [DONE]"
 CONNECT_TIMEOUT_S = 10.0
@@ -114,7 +115,9 @@ _decoder = msgspec.json.Decoder(_Chunk)
 async def first_model(url: str, api_key: str | None) -> str:
     """The name of the first model that is served. Raises httpx.HTTPError, msgspec.DecodeError."""
 
-    async with httpx.AsyncClient(base_url=url, headers=_headers(api_key), timeout=CONNECT_TIMEOUT_S) as http:
+    async with httpx.AsyncClient(
+        base_url=url, headers=_headers(api_key), timeout=CONNECT_TIMEOUT_S, verify=trust()
+    ) as http:
         found = await http.get("/v1/models")
         found.raise_for_status()
         return msgspec.json.decode(found.content, type=_Models).data[0].id
@@ -127,7 +130,9 @@ async def offer(target: Target, asks: Sequence[Ask], at_once: int | None, told: 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S)
     headers, ended = _headers(target.api_key), 0
-    async with httpx.AsyncClient(base_url=target.url, headers=headers, limits=limits, timeout=timeout) as http:
+    async with httpx.AsyncClient(
+        base_url=target.url, headers=headers, limits=limits, timeout=timeout, verify=trust()
+    ) as http:
         start_s = time.perf_counter()
 
         async def one(ask: Ask) -> Sent:

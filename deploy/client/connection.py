@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -40,10 +41,23 @@ def gateway_url(given: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def trust(ca_file: str | None = None) -> ssl.SSLContext | bool:
+    """httpx's `verify`: of this file, else of $BATON_CA_FILE, else what httpx trusts. Raises ClusterUnreachable."""
+    path = ca_file or env.ca_file()
+    if path is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # as those of `ssl` are
+        raise ClusterUnreachable(f"{path}: no file of certificates: {error.strerror or error}") from error
+
+
 class Connection:
     """`patience_s`: how long a call that may be repeated is made again while nobody is there."""
 
-    def __init__(self, base_url: str | None, api_key: str | None, timeout_s: float, patience_s: float) -> None:
+    def __init__(
+        self, base_url: str | None, api_key: str | None, timeout_s: float, patience_s: float, ca_file: str | None = None
+    ) -> None:
         self.base_url = gateway_url(base_url or env.cluster_url())
         self._patience_s = patience_s
         key = api_key or env.api_key()
@@ -51,6 +65,7 @@ class Connection:
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            verify=trust(ca_file),
             limits=httpx.Limits(max_connections=None),
         )
 
@@ -119,6 +134,8 @@ class Connection:
                     yield line.removeprefix(b"data: ")
 
     def unreachable(self, error: httpx.TransportError) -> ClusterUnreachable:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return ClusterUnreachable(f"the certificate of {self.base_url} is not trusted (BATON_CA_FILE): {error}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ClusterUnreachable(f"nobody answers at {self.base_url}: is `baton serve` running there?")
         return ClusterUnreachable(f"the connection to {self.base_url} broke: {error or type(error).__name__}")

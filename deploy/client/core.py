@@ -31,21 +31,23 @@ DEFAULT_CONCURRENCY = 16
 class AsyncClient:
     """Talks to one gateway. Raises RequestError for what the cluster refuses or fails, ClusterUnreachable when there
     is nobody. `base_url` may end with the `/v1` that OpenAI's clients want; without one it is $BATON_URL, else
-    http://127.0.0.1:8000. `api_key`: else $BATON_API_KEY. `retries`: how often a request comes back when the cluster
-    is full, after the time it names, or when the connection broke. `patience_s`: how long everything about jobs is
-    tried again while nobody is there."""
+    http://127.0.0.1:8000. `api_key`: else $BATON_API_KEY. `ca_file`: the authorities that an `https://` gateway's
+    certificate may be of, else $BATON_CA_FILE. `retries`: how often a request comes back when the cluster is full,
+    after the time it names, or when the connection broke. `patience_s`: how long everything about jobs is tried again
+    while nobody is there."""
 
     def __init__(
         self,
         base_url: str | None = None,
         *,
         api_key: str | None = None,
+        ca_file: str | None = None,
         model: str | None = None,
         timeout_s: float = 600.0,
         retries: int = 2,
         patience_s: float = 60.0,
     ) -> None:
-        self._connection = Connection(base_url, api_key, timeout_s, patience_s)
+        self._connection = Connection(base_url, api_key, timeout_s, patience_s, ca_file)
         self.base_url = self._connection.base_url
         self._model = model
         self._retries = retries

@@ -169,6 +169,7 @@ class Client:
         base_url: str | None = None,
         *,
         api_key: str | None = None,
+        ca_file: str | None = None,
         model: str | None = None,
         timeout_s: float = 600.0,
         retries: int = 2,
@@ -176,7 +177,13 @@ class Client:
     ) -> None:
         self._loop = _Loop()
         self._client = AsyncClient(
-            base_url, api_key=api_key, model=model, timeout_s=timeout_s, retries=retries, patience_s=patience_s
+            base_url,
+            api_key=api_key,
+            ca_file=ca_file,
+            model=model,
+            timeout_s=timeout_s,
+            retries=retries,
+            patience_s=patience_s,
         )
         self.base_url = self._client.base_url
 

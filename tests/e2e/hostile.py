@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,13 +123,14 @@ def counted(served: Served, reason: str, times: int = 1) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed(served: Served, text: str) -> Iterator[None]:
+def undisturbed(served: Served, text: str, ca_file: str = "") -> Iterator[None]:
     """Meanwhile somebody reads a stream, over and over, and gets every word of it."""
     stop, answers = threading.Event(), [""]
 
     def read() -> None:
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-        with httpx.Client(timeout=GIVE_UP_S) as client:
+        verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        with httpx.Client(timeout=GIVE_UP_S, verify=verify) as client:
             while len(answers) == 1 or not stop.is_set():
                 with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as response:
                     events = [line.removeprefix("data: ") for line in response.iter_lines() if line]

@@ -6,6 +6,7 @@ The worker answers as the fake model does, one token per message, `pace_s` apart
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -202,10 +203,11 @@ def serving(
     max_model_len: int = MAX_MODEL_LEN,
     spans: SpanSink = NOBODY,
     rows: int = 64,
+    ca_file: str = "",
     **settings: float | str | HttpConfig,
 ) -> Iterator[Served]:
     """A served gateway. `settings` are GatewayConfig's, `jobs` JobsConfig's, `keys` IdempotencyConfig's; `rows`: of the
-    decode worker."""
+    decode worker; `ca_file`: of the client, for a gateway with TLS."""
     worker = worker or Loopback()
     config = ClusterConfig(
         gateway=replace(GatewayConfig(port=0), **settings),  # type: ignore[arg-type]
@@ -230,7 +232,8 @@ def serving(
     if members:
         worker.membership()
     try:
-        with httpx.Client(base_url=server.url, timeout=20) as http:
+        verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        with httpx.Client(base_url=server.url, timeout=20, verify=verify) as http:
             yield Served(server.url, gateway, server, worker, http)
     finally:
         server.stop()
