@@ -94,6 +94,13 @@ def failed(reason: str) -> None:
         account.reason = reason
 
 
+def asked_by(key: str) -> None:
+    """The request that this is about comes from the API key of this name."""
+    account = CURRENT.get()
+    if account is not None:
+        account.labels["key"] = key
+
+
 def new_request_id() -> RequestId:
     """Ours, never a client's."""
     return RequestId(secrets.token_hex(12))

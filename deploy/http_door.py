@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.common.errors import ErrorCode, RequestError
 from baton.deploy import api_page, web_page
-from baton.deploy.accounts import failed
-from baton.deploy.api_keys import Keys
+from baton.deploy.accounts import asked_by, failed
+from baton.deploy.api_keys import NAMED, Keys
 from baton.deploy.http_parts import error_response
 
 OPEN = frozenset({"/live", "/ready", "/health", "/openapi.json", *web_page.FILES, *api_page.OURS, *api_page.THEIRS})
@@ -42,6 +42,8 @@ class Door:
                 await response(scope, receive, send)
                 return
             scope.setdefault("state", {})["owner"] = owner
+            if owner.startswith(NAMED):
+                asked_by(owner.removeprefix(NAMED))
         await self._app(scope, receive, send)
 
 

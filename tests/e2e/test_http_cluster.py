@@ -441,7 +441,7 @@ def test_the_log_has_a_line_for_each_request_and_no_word_of_it(
     assert (gone[0]["status"], gone[0]["reason"], gone[0]["path"]) == (499, "cancelled", "/v1/completions")
     for request_id, name in wanted.items():
         assert by_id[request_id]["status"] == answers[name].status_code, name
-        assert by_id[request_id]["role"] == "gateway"
+        assert (by_id[request_id]["role"], by_id[request_id]["key"]) == ("gateway", "tests")
     whole = by_id[answers["whole"].headers["X-Baton-Request-Id"]]
     assert (whole["reason"], whole["prompt_tokens"], whole["completion_tokens"]) == ("length", len(SECRET), 4)
     assert whole["stages_ms"].keys() == {
