@@ -221,15 +221,15 @@ def test_429_beyond_a_keys_limit_and_its_priority_is_no_higher_than_it_may_be(ke
     assert 1 <= int(response.headers["Retry-After"]) <= 60
 
 
-def test_metrics_have_names_and_neither_logs_nor_metrics_have_keys(
-    keyed: Keyed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_metrics_and_logs_have_names_and_no_keys(keyed: Keyed, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), keyed.http("a") as http:
         assert http.post("/v1/completions", json={**ROWS, "max_tokens": 1}).status_code == 200
         page = metrics_of(keyed.served)
     assert 'baton_key_requests_total{key="a",outcome="length"}' in page
+    told = [getattr(record, "baton_fields", {}) for record in caplog.records]
+    assert "a" in [fields.get("key") for fields in told]
     for key in keyed.keys.values():
-        assert key not in page + caplog.text
+        assert key not in f"{page} {caplog.text} {told}"
 
 
 def test_the_batch_of_a_key_that_is_gone_is_not_answered(tmp_path: Path) -> None:
