@@ -8,7 +8,6 @@ and `tests/sim/test_planner.py` compares the two. What it leaves out is listed i
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,17 +18,16 @@ import numpy.typing as npt
 from msgspec import structs
 
 from baton.common.config import DecodeConfig, PrefillConfig
-from baton.common.engine.policy import AFFINITY_TOKENS
-from baton.common.ids import Epoch, Stamp, WorkerId
-from baton.common.messages import Demand, Load
+from baton.common.engine.policy import AFFINITY_TOKENS, affinity_key, affinity_seeds, affinity_weights
+from baton.common.ids import WorkerId
+from baton.common.messages import Demand
 from baton.common.routing_config import RoutingConfig
 from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.planner.cost import CostModel, pairs_of
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest
 from baton.deploy.planner.workers import DecodeWorker, Job, PrefillWorker
-from baton.deploy.routing.policies import Role, mixed, policy_of
-from baton.deploy.routing.seats import Seats
+from baton.deploy.routing.policies import U64, Choice, Role, mixed, policy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class ModelCluster:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._ties = itertools.count()
         self._names = itertools.count()
-        self._seats: dict[Role, Seats] = {}  # until who is there changes
+        self._seeds: dict[Role, U64] = {}  # until who is there changes
         self._policy = policy_of(self._knobs.routing.policy)
         self._turns = itertools.count()
         self._strangers = itertools.count()
@@ -86,45 +84,52 @@ class ModelCluster:
     def add_prefill(self, ready_s: float) -> None:
         name = WorkerId(f"prefill-{next(self._names)}")
         self.prefill[name] = PrefillWorker(name, self.cost, self._knobs.prefill, ready_s)
-        self._seats.clear()
+        self._seeds.clear()
 
     def add_decode(self, ready_s: float) -> None:
         name = WorkerId(f"decode-{next(self._names)}")
         self.decode[name] = DecodeWorker(name, self.cost, self._knobs.decode, self.outcome, ready_s)
-        self._seats.clear()
+        self._seeds.clear()
 
     def remove(self, worker: PrefillWorker | DecodeWorker) -> None:
         """It has nothing left to do."""
         assert worker.idle, worker.name
         (self.prefill if isinstance(worker, PrefillWorker) else self.decode).pop(worker.name)
-        self._seats.clear()
+        self._seeds.clear()
 
     def _choose(self, role: Role, request: TraceRequest) -> WorkerId:
         """As the gateway's router does, with news that are never late. Who still starts is chosen last."""
         workers: Mapping[WorkerId, PrefillWorker | DecodeWorker] = self.prefill if role == "prefill" else self.decode
-        seats = self._seats.get(role)
-        if seats is None:
-            seats = self._seats[role] = Seats(role, request.block_tokens or 1, (_stamp(name) for name in workers))
-        for name, worker in workers.items():
-            load = Load(free_pages=worker.room_tokens // (request.block_tokens or 1))
-            seats.heard(_stamp(name), load)
-            seats.placed(_stamp(name), worker.requests, worker.queued_tokens)
-        draining = [_stamp(name) for name, worker in workers.items() if worker.draining]
-        starting = [_stamp(name) for name, worker in workers.items() if worker.ready_s > self.now]
+        seeds = self._seeds.get(role)
+        if seeds is None:
+            seeds = self._seeds[role] = affinity_seeds(workers)
+        news = [
+            (one.requests, one.queued_tokens, one.room_tokens, one.matched_tokens(request)) for one in workers.values()
+        ]
+        requests, waiting_tokens, room_tokens, matched = np.array(news, dtype=np.int64).T
+        takes = np.array([not one.draining and one.ready_s <= self.now for one in workers.values()])
+        if not takes.any():
+            takes = np.array([not one.draining for one in workers.values()])
         turn = next(self._turns)
-        matched = np.array([worker.matched_tokens(request) for worker in workers.values()], dtype=np.int64)
-        for refused in (draining + starting, draining):
-            choice = seats.choice(
-                self._first_tokens(request),
-                refused,
-                (matched, np.ones(len(matched), dtype=np.bool_)),
-                turn,
-                mixed(turn),
+        place = self._policy(
+            Choice(
+                role=role,
+                prompt_tokens=request.prompt_tokens,
+                page_size=1,
+                takes=takes,
+                matched=matched,
+                current=np.ones(len(workers), dtype=np.bool_),
+                requests=requests,
+                waiting_tokens=waiting_tokens,
+                free_pages=room_tokens,
+                tokens_per_s=np.zeros(len(workers)),
+                affinity=affinity_weights(affinity_key(self._first_tokens(request)), seeds),
+                turn=turn,
+                draw=mixed(turn),
             )
-            place = self._policy(dataclasses.replace(choice, prompt_tokens=request.prompt_tokens))
-            if place is not None:
-                return seats.stamps[place].worker
-        raise AssertionError(f"every {role} worker drains")
+        )
+        assert place is not None, f"every {role} worker drains"
+        return next(itertools.islice(workers, place, None))
 
     def _first_tokens(self, request: TraceRequest) -> npt.NDArray[np.int32]:
         """What a prompt begins with, as far as the router looks: the same for the same blocks."""
@@ -157,7 +162,7 @@ class ModelCluster:
     def _arrive(self, request: TraceRequest, answer: Answer) -> None:
         self._count(requests=1, tokens=request.prompt_tokens, squares=request.prompt_tokens**2)
         worker = self.decode[self._choose("decode", request)]
-        worker.queue.append(Job(request, answer, worker))
+        worker.take(Job(request, answer, worker))
         self.at(worker.heard_s(self.now), self._admit, worker)
 
     def _admit(self, worker: DecodeWorker) -> None:
@@ -198,7 +203,7 @@ class ModelCluster:
             worker.comes_no_more(job.request)
             worker = job.prefill = self.prefill[self._choose("prefill", job.request)]
             worker.coming.update(job.request.blocks)
-        worker.queue.append(job)
+        worker.take(job)
         self._prompt(worker)
 
     def _prompt(self, worker: PrefillWorker) -> None:
@@ -289,10 +294,6 @@ class ModelCluster:
         self._admit(worker)
         worker.between_steps = False
         self._plan_end(worker, worker.begin(self.now))
-
-
-def _stamp(worker: WorkerId) -> Stamp:
-    return Stamp(worker, 1, Epoch(1))
 
 
 def serve(cost: CostModel, split: Split, slo: Slo, trace: Trace, knobs: Knobs | None = None) -> Outcome:

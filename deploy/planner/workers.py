@@ -68,6 +68,7 @@ class PrefillWorker:
         self.held_tokens = 0
         self.handing_off = 0
         self.expected = 0  # was promised to it, and is not here yet
+        self.queued_tokens = 0  # of prompts that are here, and not computed yet
         self.coming: Counter[int] = Counter()  # blocks of all that it was given and has not computed
         self._cost = cost
         self._budget = config.chunk_tokens
@@ -82,19 +83,22 @@ class PrefillWorker:
         return not self.requests and not self.handing_off
 
     @property
-    def queued_tokens(self) -> int:
-        """Of prompts, not computed yet, as far as they are here."""
-        return sum(job.request.prompt_tokens - job.done for job in (*self.jobs, *self.queue))
-
-    @property
     def room_tokens(self) -> int:
         return self._cost.pool_tokens - self.held_tokens
 
     def matched_tokens(self, request: TraceRequest) -> int:
         """Of its prompt, cached or coming: what a router counts on."""
-        known = [block in self.coming or block in self.cache for block in request.blocks]
-        blocks = known.index(False) if False in known else len(known)
-        return min(blocks * request.block_tokens, request.prompt_tokens - 1)
+        count = 0
+        for block in request.blocks:
+            if block not in self.coming and block not in self.cache:
+                break
+            count += 1
+        return min(count * request.block_tokens, request.prompt_tokens - 1)
+
+    def take(self, job: Job) -> None:
+        """It is here."""
+        self.queue.append(job)
+        self.queued_tokens += job.request.prompt_tokens - job.done
 
     def expect(self, request: TraceRequest) -> None:
         """It is on its way here."""
@@ -119,6 +123,7 @@ class PrefillWorker:
             self.held_tokens += need
             request = job.request
             cached = self.cache.cached_tokens(request.blocks, request.block_tokens, request.prompt_tokens)
+            self.queued_tokens -= max(0, cached - job.done)
             job.done = max(job.done, cached)
             job.computed = need - job.done
             self.jobs.append(job)
@@ -132,6 +137,7 @@ class PrefillWorker:
     def end_step(self) -> list[Job]:
         """Those that it worked for, at their new lengths. Who is complete leaves."""
         for job, end in self._chunks:
+            self.queued_tokens -= end - job.done
             job.done = end
             if end == job.request.prompt_tokens:
                 self.jobs.remove(job)
@@ -165,6 +171,7 @@ class DecodeWorker:
         self.prefilling: deque[Job] = deque()
         self.cache = BlockCache()
         self.lane_free_s = 0.0
+        self.queued_tokens = 0  # of prompts that wait to be let in
         self.held_tokens = 0
         self.active = 0
         self.stretch_id = 0
@@ -192,10 +199,10 @@ class DecodeWorker:
     def requests(self) -> int:
         return len(self.queue) + self.active
 
-    @property
-    def queued_tokens(self) -> int:
-        """Of prompts that wait to be let in."""
-        return sum(job.request.prompt_tokens for job in self.queue)
+    def take(self, job: Job) -> None:
+        """It is here."""
+        self.queue.append(job)
+        self.queued_tokens += job.request.prompt_tokens
 
     @property
     def room_tokens(self) -> int:
@@ -217,6 +224,7 @@ class DecodeWorker:
         if self.active and self.held_tokens + job.total_tokens > self._cost.pool_tokens:
             return None
         self.queue.popleft()
+        self.queued_tokens -= job.request.prompt_tokens
         self.active += 1
         self.held_tokens += job.total_tokens
         request = job.request

@@ -37,8 +37,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """One prompt and the workers of a role, by place. Loads are the larger of what a worker says itself and of what
-    this gateway has placed there, for heartbeats lag behind.
+    """One prompt and the workers of a role, by place. Heartbeats lag behind: `requests` are the larger of what a worker
+    said and of what this gateway has placed there, tokens what this gateway has placed and what was others' then.
 
     `matched`: tokens of the prompt that are cached there, 0 where that is not known; `current`: nothing that it said of
     its cache is missing; `requests`: that it has;
@@ -113,11 +113,12 @@ def _prefix_aware_decode(choice: Choice) -> int | None:
 def prefill_cost(choice: Choice) -> F64:
     """How long until the prompt is computed there, nearly, in tokens that a worker of average speed computes meanwhile;
     who has told no speed counts as average."""
+    cost: F64 = choice.waiting_tokens + COMPUTE_WEIGHT * (choice.prompt_tokens - choice.matched)
     speeds = choice.tokens_per_s
     known = speeds[speeds > 0]
-    average = float(known.mean()) if len(known) else 1.0
-    work = choice.waiting_tokens + COMPUTE_WEIGHT * (choice.prompt_tokens - choice.matched)
-    cost: F64 = work * average / np.where(speeds > 0, speeds, average)
+    if len(known):
+        average = float(known.mean())
+        cost *= average / np.where(speeds > 0, speeds, average)
     return cost
 
 

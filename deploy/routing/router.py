@@ -92,9 +92,9 @@ class Router:
         members = [one for one in view.members if one.role == role and one.stamp.worker not in view.silent]
         seats = Seats(role, self._page_size, (one.stamp for one in members))
         for one in members:
-            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
             if (placed := self._placed.get(one.stamp)) is not None:
                 seats.placed(one.stamp, placed.requests, placed.tokens)
+            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
         return seats
 
     # --------------------------------------------------------------------------------------- choices

@@ -27,8 +27,10 @@ class Seats:
         self._places = {stamp: place for place, stamp in enumerate(self.stamps)}
         self._seeds = affinity_seeds([stamp.worker for stamp in self.stamps])
         count = len(self.stamps)
-        self._said = [[0] * count, [0] * count]  # requests, and tokens that wait
-        self._placed = [[0] * count, [0] * count]
+        self._said_requests = [0] * count
+        self._placed_requests = [0] * count
+        self._placed_tokens = [0] * count  # that wait
+        self._others_tokens = [0] * count  # of what a worker said, those that were not placed by this gateway
         self._free_pages = [0] * count
         self._tokens_per_s = [0.0] * count
         self._takes = [True] * count
@@ -42,8 +44,8 @@ class Seats:
     def heard(self, stamp: Stamp, load: Load) -> None:
         place = self._places.get(stamp)
         if place is not None:
-            requests, tokens = self._said
-            requests[place], tokens[place] = load.queued + load.running, load.queued_tokens
+            self._said_requests[place] = load.queued + load.running
+            self._others_tokens[place] = max(0, load.queued_tokens - self._placed_tokens[place])
             self._free_pages[place] = load.free_pages
             self._tokens_per_s[place] = load.tokens_per_s
             self._takes[place] = not load.draining
@@ -52,7 +54,7 @@ class Seats:
         """So many of this gateway's are there; the tokens are those that wait."""
         place = self._places.get(stamp)
         if place is not None:
-            self._placed[0][place], self._placed[1][place] = requests, tokens
+            self._placed_requests[place], self._placed_tokens[place] = requests, tokens
 
     def choice(
         self,
@@ -67,9 +69,8 @@ class Seats:
         for stamp in refused_by:
             if stamp in self._places:
                 takes[self._places[stamp]] = False
-        requests, waiting_tokens = np.maximum(
-            np.array(self._said, dtype=np.int64), np.array(self._placed, dtype=np.int64)
-        )
+        requests = np.array((self._said_requests, self._placed_requests), dtype=np.int64).max(axis=0)
+        waiting_tokens = np.array((self._placed_tokens, self._others_tokens), dtype=np.int64).sum(axis=0)
         count = len(self.stamps)
         matched, current = cached or (np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.bool_))
         return Choice(

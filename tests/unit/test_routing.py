@@ -154,6 +154,23 @@ def test_a_router_asks_for_what_it_missed_and_forgets_a_process_with_its_tree() 
     cached(plain, P[0], 96)  # nobody asked for it: nothing happens
 
 
+def test_what_others_have_placed_counts_beside_ones_own() -> None:
+    router = make_router(f"{__name__}:least_waiting")
+    router.heard(P[0], Load(queued_tokens=150), 0.0)
+    router.heard(P[1], Load(queued_tokens=130), 0.0)
+    router.heard(P[2], Load(queued_tokens=120), 0.0)
+    ours = [router.place("prefill", PROMPT, draw) for draw in range(3)]
+    assert [one.stamp for one in ours if one] == [P[2], P[1], P[0]], "each with what this gateway had put there since"
+    router.heard(P[1], Load(queued_tokens=100), 1.0)
+    later = router.place("prefill", PROMPT, 9)
+    assert later is not None
+    assert later.stamp == P[1], "all that waits there is of this gateway"
+
+
+def least_waiting(choice: Choice) -> int | None:
+    return int(choice.waiting_tokens.argmin())
+
+
 def test_who_drains_or_is_silent_is_not_chosen() -> None:
     router = make_router("least_loaded")
     router.heard(P[0], Load(draining=True), 0.0)
