@@ -30,7 +30,8 @@ from baton.common.config import FAKE_MODEL, JobsConfig
 from baton.common.engine.fake_answer import fake_generate
 from baton.common.messages import SamplingParams
 from baton.common.resolve import Layer
-from baton.deploy.launch import CLASS_PATHS, LOCAL_NODE_ADDRESS, launch
+from baton.deploy.launch import CLASS_PATHS, launch
+from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
 from baton.deploy.serve import decide
 from baton.deploy.tokenizer import ByteTokenizer
 from benchmarks.paced import PACE_S

@@ -26,7 +26,8 @@ import ray
 from baton.client import AsyncClient
 from baton.common import env
 from baton.common.config import ClusterConfig, DecodeConfig, GatewayConfig, KvConfig, LivenessConfig, ModelConfig
-from baton.deploy.launch import LOCAL_NODE_ADDRESS, launch
+from baton.deploy.launch import launch
+from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
 
 PROMPT_TOKENS = (64, 256, 1024)
 STREAMS = 4

@@ -31,13 +31,14 @@ from baton.client import AsyncClient
 from baton.common import env
 from baton.common.config import ClusterConfig, JobsConfig
 from baton.common.resolve import Layer
-from baton.deploy.launch import LOCAL_NODE_ADDRESS, launch
+from baton.deploy.launch import launch
 from baton.deploy.planner.calibrate import calibrate
 from baton.deploy.planner.cluster import Knobs, Split, serve
 from baton.deploy.planner.command import told_cost
 from baton.deploy.planner.cost import CostModel
 from baton.deploy.planner.outcome import F64, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest, at_rate, read_trace, with_lengths, within
+from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
 from baton.deploy.serve import decide
 
 MODEL = "smollm2-135m-instruct"

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from baton.common import env
 from baton.common.clock import MonotonicClock
 from baton.common.config import FAKE_MODEL, ClusterConfig, validate
-from baton.common.errors import BatonError, ConfigError
+from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
@@ -38,6 +37,8 @@ from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.listener import open_listener
 from baton.deploy.planner.command import read_cost
 from baton.deploy.planner.outcome import Slo
+from baton.deploy.ray_join import LaunchError as LaunchError
+from baton.deploy.ray_join import connect_ray, first_line, join_ray
 from baton.deploy.ray_side import (
     KILL_GRACE_S,
     REAP_TIMEOUT_S,
@@ -55,16 +56,10 @@ CLASS_PATHS: Mapping[str, str] = {
     "decode": "baton.decode.actor:DecodeActor",
     "gateway": "baton.deploy.gateway:GatewayActor",
 }
-OBJECT_STORE_BYTES = 100_000_000
-"""The object store is not on the token path; Ray wants at least 75 MB."""
-LOCAL_NODE_ADDRESS = "127.0.0.2"
-"""A local Ray's own address. Loopback, so that it survives a change of networks and most of its ports stay private;
-not 127.0.0.1, which Ray replaces by the host's outward address."""
 CALL_TIMEOUT_S = 30.0
 PROGRESS_INTERVAL_S = 0.3
 RETRY_PAUSE_S = 0.2
 """Between two calls of a controller that Ray is restarting. It refuses at once, and nothing tells when it is back."""
-CONNECT_TIMEOUT_S = 5.0
 DRAIN_ORDER = ("gateway", "decode", "prefill")
 DRAIN_ANSWER_S = 3.0
 """For the answer of a process that waited as long as it was told to."""
@@ -72,10 +67,6 @@ DRAIN_ANSWER_S = 3.0
 
 Missing = Callable[[ControllerStatus], list[SeatStatus]]
 """The seats that are still waited for."""
-
-
-class LaunchError(BatonError):
-    """The cluster did not come up. The reason is that of the first process that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +166,7 @@ class ClusterHandle:
             except LaunchError as error:
                 left.append(str(error))
             except RayError as error:
-                left.append(f"Ray did not answer: {_first_line(error)}")
+                left.append(f"Ray did not answer: {first_line(error)}")
         if self.owns_ray:
             ray.shutdown()
         else:
@@ -225,7 +216,7 @@ def _ask(controller: ActorHandle, method: str, timeout_s: float, *arguments: obj
                 # Ray puts the traceback of its constructor into words; the last line says what it raised.
                 reason = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
                 raise LaunchError(f"the controller could not start: {reason}") from error
-            raise LaunchError(f"the controller cannot be asked: {_first_line(error)}") from error
+            raise LaunchError(f"the controller cannot be asked: {first_line(error)}") from error
 
 
 def everybody(status: ControllerStatus) -> list[SeatStatus]:
@@ -252,7 +243,7 @@ def launch(
     process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
     config = _checked(config)
     policy = _policy(config)
-    owns_ray = _connect(config, ray_address, on_progress, ray_temp_dir)
+    owns_ray = connect_ray(config, ray_address, on_progress, ray_temp_dir)
     wanted = sum(seat.place.num_cpus for seat in _seats(config))
     free_cpus = ray.available_resources().get("CPU", 0.0)
     if free_cpus < wanted:
@@ -292,7 +283,7 @@ def _create_controller(plan: ClusterPlan) -> ActorHandle:
     try:
         return create_actor(ControllerActor, plan, cluster, CONTROLLER, place, max_restarts=-1)
     except ValueError as error:
-        raise LaunchError(f"a cluster named {cluster!r} is being launched: {_first_line(error)}") from error
+        raise LaunchError(f"a cluster named {cluster!r} is being launched: {first_line(error)}") from error
 
 
 def attach(cluster: str, ray_address: str) -> ClusterHandle:
@@ -341,60 +332,6 @@ def _policy(config: ClusterConfig) -> Policy | None:
         min_prefill=scale.min_prefill,
         min_decode=scale.min_decode,
     )
-
-
-def _connect(config: ClusterConfig, address: str | None, on_progress: Progress, temp_dir: str | None) -> bool:
-    """Connects to Ray, or starts one. True: it is ours to shut down."""
-    if ray.is_initialized():
-        return False
-    env.prepare_ray()
-    if address is not None:
-        on_progress(f"connecting to Ray at {address}")
-        join_ray(address, config.cluster)
-        return False
-    on_progress("starting Ray on this machine")
-    workers = config.prefill + config.decode
-    try:
-        ray.init(
-            address="local",  # never one that happens to run here
-            num_cpus=max(workers, os.cpu_count() or 1),
-            num_gpus=0,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _node_ip_address=LOCAL_NODE_ADDRESS,
-            _temp_dir=temp_dir,
-            namespace=config.cluster,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-    except Exception as error:  # plain ones are what Ray raises here
-        ray.shutdown()
-        raise LaunchError(f"Ray did not start on this machine: {_first_line(error)}") from error
-    return True
-
-
-def join_ray(address: str, namespace: str | None = None) -> None:
-    _find_listener(address)
-    try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
-        raise LaunchError(f"cannot join the Ray cluster at {address}: {_first_line(error)}") from error
-
-
-def _find_listener(address: str) -> None:
-    """Ray itself looks for more than a minute for a cluster that is not there. What is no host and port ("auto"), it
-    judges at once."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise LaunchError(f"no Ray cluster at {address}: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _seats(config: ClusterConfig) -> tuple[Seat, ...]:

@@ -32,10 +32,10 @@ from baton.deploy.launch import (
     ClusterHandle,
     LaunchError,
     attach,
-    join_ray,
     launch,
     one_of_each_role,
 )
+from baton.deploy.ray_join import join_ray
 from baton.deploy.ray_side import find_process, kill_actors
 
 KEEP_INTERVAL_S = 5.0

@@ -39,7 +39,7 @@ def ray_context() -> Iterator[dict[str, str]]:
     import ray  # heavy, and most tests need no processes
 
     from baton.common import env
-    from baton.deploy.launch import LOCAL_NODE_ADDRESS
+    from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
 
     env.prepare_ray()
     # Actors import the stub from here.

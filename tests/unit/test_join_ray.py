@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
-from baton.deploy import launch
+from baton.deploy import launch, ray_join
 from baton.deploy.controller import ClusterPlan, Seat
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.launch import ClusterHandle, LaunchError, attach
@@ -54,7 +54,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch: pytest.Mon
     started_s = MonotonicClock().now()
     with pytest.raises(LaunchError, match=rf"^no Ray cluster at {prefix}127\.0\.0\.1:{port}: .*refused"):
         attach("baton", f"{prefix}127.0.0.1:{port}")
-    assert MonotonicClock().now() - started_s < launch.CONNECT_TIMEOUT_S
+    assert MonotonicClock().now() - started_s < ray_join.CONNECT_TIMEOUT_S
 
 
 def test_a_port_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

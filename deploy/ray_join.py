@@ -1,0 +1,81 @@
+"""Connects this process to Ray: one that runs, or one that is started on this machine for a cluster of its own.
+
+Owns: how that Ray is started, and what a person is told when it cannot be had. Never: Baton's processes on it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import ray
+
+from baton.common import env
+from baton.common.config import ClusterConfig
+from baton.common.errors import BatonError
+from baton.common.model.cache import Progress
+
+OBJECT_STORE_BYTES = 100_000_000
+"""The object store is not on the token path; Ray wants at least 75 MB."""
+LOCAL_NODE_ADDRESS = "127.0.0.2"
+"""A local Ray's own address. Loopback, so that it survives a change of networks and most of its ports stay private;
+not 127.0.0.1, which Ray replaces by the host's outward address."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+class LaunchError(BatonError):
+    """The cluster did not come up. The reason is that of the first process that failed."""
+
+
+def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progress, temp_dir: str | None) -> bool:
+    """Connects to Ray, or starts one. True: it is ours to shut down."""
+    if ray.is_initialized():
+        return False
+    env.prepare_ray()
+    if address is not None:
+        on_progress(f"connecting to Ray at {address}")
+        join_ray(address, config.cluster)
+        return False
+    on_progress("starting Ray on this machine")
+    workers = config.prefill + config.decode
+    try:
+        ray.init(
+            address="local",  # never one that happens to run here
+            num_cpus=max(workers, os.cpu_count() or 1),
+            num_gpus=0,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _node_ip_address=LOCAL_NODE_ADDRESS,
+            _temp_dir=temp_dir,
+            namespace=config.cluster,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # plain ones are what Ray raises here
+        ray.shutdown()
+        raise LaunchError(f"Ray did not start on this machine: {first_line(error)}") from error
+    return True
+
+
+def join_ray(address: str, namespace: str | None = None) -> None:
+    _find_listener(address)
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
+        raise LaunchError(f"cannot join the Ray cluster at {address}: {first_line(error)}") from error
+
+
+def _find_listener(address: str) -> None:
+    """Ray itself looks for more than a minute for a cluster that is not there. What is no host and port ("auto"), it
+    judges at once."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"no Ray cluster at {address}: {error}") from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
