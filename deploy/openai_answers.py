@@ -142,9 +142,6 @@ async def prepare(
     asked = await _guide(model.guides, request, calling)
     choices: list[_Choice] = []
     for tokens in token_lists:
-        strange = model.strange_token(tokens)
-        if strange is not None:
-            raise refusal("prompt", strange)
         sampling = sampling_for(
             request,
             prompt_tokens=len(tokens),
@@ -154,6 +151,9 @@ async def prepare(
             drawn_seed=secrets.randbits(63),
             grammar=asked,
         )
+        strange = model.strange_token(tokens)  # after the bound on their number: it looks at each
+        if strange is not None:
+            raise refusal("prompt", strange)
         echo = _echo_of(model.tokenizer, request, len(choices) // per_prompt, tokens)
         for turn in range(per_prompt):
             own_id = request_id if count == 1 else f"{request_id}-{len(choices)}"
