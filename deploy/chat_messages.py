@@ -6,6 +6,7 @@ Owns: OpenAI's shapes of both, and what chat templates want to see of them. Neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +17,9 @@ from baton.deploy.json_bodies import refusal
 MAX_TOOLS = 128
 MAX_CALLS = 128
 """In one message."""
+
+_MESSAGE_CHARS = 16
+"""What a template writes around one."""
 
 Schema = dict[str, Any]
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -129,7 +133,8 @@ def conversation(messages: list[ChatMessage]) -> list[TemplateMessage]:
     return [message.as_template_input(f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def chars_of(messages: list[ChatMessage]) -> int:
+def chars_of(messages: list[ChatMessage], tools: Sequence[Tool] = ()) -> int:
     """About how much there is to tokenize."""
     calls = (call.function.arguments for message in messages for call in message.tool_calls or ())
-    return sum(len(message.text) for message in messages) + sum(map(len, calls))
+    said = sum(len(message.text) + _MESSAGE_CHARS for message in messages) + sum(map(len, calls))
+    return said + (len(msgspec.json.encode(tools)) if tools else 0)

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -195,9 +194,9 @@ async def _tokenize(
     model: ServedModel, request: ChatRequest | CompletionRequest, calling: Calling | None
 ) -> list[list[int]]:
     if isinstance(request, ChatRequest):
-        messages = conversation(request.messages)
         tools = None if calling is None else [tool.as_template_input() for tool in calling.tools]
-        return [await encode_aside(chars_of(request.messages), partial(model.encode_chat, tools=tools), messages)]
+        size = chars_of(request.messages, () if calling is None else calling.tools)
+        return [await encode_aside(size, lambda said: model.encode_chat(conversation(said), tools), request.messages)]
     encode = model.tokenizer.encode
     return [
         prompt if isinstance(prompt, list) else await encode_aside(len(prompt), encode, prompt)

@@ -6,6 +6,7 @@ codes (`http_app.py`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from baton.deploy.responses_replies import (
     response_to,
 )
 
+_ASIDE_ITEMS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Responding:
@@ -38,10 +41,16 @@ async def prepare_response(
 ) -> Responding:
     """Everything that can be refused before a worker is asked. `owner`: who asks. Raises RequestError."""
     try:
-        answering = await prepare(gateway, request.as_chat(), request_id, owner, max_timeout_s)
+        chat = await asyncio.to_thread(request.as_chat) if _is_long(request) else request.as_chat()
+        answering = await prepare(gateway, chat, request_id, owner, max_timeout_s)
     except RequestError as error:
         raise renamed(error) from error
     return Responding(answering, response_to(request, request_id, answering.created))
+
+
+def _is_long(request: ResponsesRequest) -> bool:
+    """Of so many items that the loop is not to be kept from its streams by them."""
+    return not isinstance(request.input, str) and len(request.input) > _ASIDE_ITEMS
 
 
 async def respond(responding: Responding) -> tuple[ResponseObject, str]:

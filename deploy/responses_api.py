@@ -93,19 +93,24 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if self.arguments is not None:
             parse_arguments(self.arguments, f"{field}.arguments")
 
-    def added_to(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """The chat with this item behind it. Calls that follow one another, or a text, are one message with it."""
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        """To a chat that nobody else has. Calls that follow one another, or a text, are one message with it."""
         if self.type == "message":
             assert self.role is not None
-            return [*messages, ChatMessage(role=self.role, content=_text(self.content))]
+            messages.append(ChatMessage(role=self.role, content=_text(self.content)))
+            return
         if self.type == "function_call_output":
-            return [*messages, ChatMessage(role="tool", content=_text(self.output), tool_call_id=self.call_id)]
+            messages.append(ChatMessage(role="tool", content=_text(self.output), tool_call_id=self.call_id))
+            return
         called = CalledFunction(name=self.name or "", arguments=self.arguments or "")
         call = ToolCall(id=self.call_id or "", function=called)
         last = messages[-1] if messages else None
         if last is None or last.role != "assistant":
-            return [*messages, ChatMessage(role="assistant", tool_calls=[call])]
-        return [*messages[:-1], structs.replace(last, tool_calls=[*(last.tool_calls or ()), call])]
+            messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+        elif last.tool_calls is None:
+            messages[-1] = structs.replace(last, tool_calls=[call])
+        else:
+            last.tool_calls.append(call)
 
 
 def _text(content: str | list[InputPart] | None) -> str:
@@ -171,7 +176,7 @@ class ResponsesRequest(Sampled, frozen=True, forbid_unknown_fields=True, kw_only
         else:
             for at, item in enumerate(self.input):
                 item.check(f"input[{at}]")
-                messages = item.added_to(messages)
+                item.add_to(messages)
         shared = {name: getattr(self, name) for name in Sampled.__struct_fields__}
         return ChatRequest(
             messages=messages,

@@ -5,7 +5,6 @@ Owns: their requests and replies. Never: asks a worker.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -84,9 +83,9 @@ async def _encode(model: ServedModel, request: TokenizePrompt | TokenizeChat) ->
         return await encode_aside(len(request.prompt), encode, request.prompt)
     if request.add_special_tokens:
         raise refusal("add_special_tokens", "a chat template writes its own")
-    messages = conversation(request.messages)
     tools = [tool.as_template_input() for tool in request.tools or ()] or None
-    return await encode_aside(chars_of(request.messages), partial(model.encode_chat, tools=tools), messages)
+    size = chars_of(request.messages, request.tools or ())
+    return await encode_aside(size, lambda said: model.encode_chat(conversation(said), tools), request.messages)
 
 
 async def detokenize(model: ServedModel, body: bytes) -> Detokenized:

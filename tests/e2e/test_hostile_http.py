@@ -6,8 +6,11 @@ from __future__ import annotations
 import gc
 import json
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from hostile import GIVE_UP_S, Raw, ask, counted, descriptors, ended, open_connections, status_of, undisturbed, wait
 from http_loopback import Loopback, Served, saying, serving
@@ -241,6 +244,30 @@ def test_a_body_of_a_million_values(served: Served, prompt: str) -> None:
         quoted = json.dumps({"model": "fake", "prompt": prompt[:1_500_000]}).encode()
         read = served.http.post("/v1/completions", content=quoted)
         assert (read.status_code, read.json()["error"]["code"]) == (400, "prompt_too_long"), read.text[:200]
+
+
+MESSAGE = '{"role": "user", "content": ""}'
+CALL = '{"type": "function_call", "call_id": "", "name": "a", "arguments": "{}"}'
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "item"),
+    [("responses", "input", MESSAGE), ("responses", "input", CALL), ("chat/completions", "messages", MESSAGE)],
+    ids=["responses", "calls", "chat"],
+)
+def test_a_conversation_of_many_messages_without_a_word(served: Served, path: str, field: str, item: str) -> None:
+    """It would keep the loop for seconds, with a copy of all for each; others are answered meanwhile."""
+    body = f'{{"model": "fake", "{field}": [{",".join([item] * 25_000)}]}}'.encode()
+    slowest_s = 0.0
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(served.http.post, f"/v1/{path}", content=body, timeout=3 * GIVE_UP_S)
+        while not asking.done():
+            asked_s = time.monotonic()
+            assert httpx.get(f"{served.url}/live", timeout=3 * GIVE_UP_S).status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - asked_s)
+    refused = asking.result()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long"), refused.text[:200]
+    assert slowest_s < 3.0
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
