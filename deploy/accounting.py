@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.common.errors import ErrorCode
+from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import RequestId
 from baton.common.log import EventLog, where_of
 from baton.deploy.accounts import CLIENT_CLOSED_REQUEST, CURRENT, Account, Books
@@ -44,8 +44,11 @@ class Accounting:
         except ClientDisconnect:  # before the whole body was here
             account.status = CLIENT_CLOSED_REQUEST
         except Exception as error:  # noqa: BLE001 - the top frame of a request; its client has been told
-            account.reason = str(ErrorCode.INTERNAL)
-            _log.error("request_failed", request=account.request_id, trace=account.trace_id, where=where_of(error))
+            if isinstance(error.__cause__, RequestError):  # it was refused when its stream had begun: no bug
+                account.reason = account.reason or str(error.__cause__.code)
+            else:
+                account.reason = str(ErrorCode.INTERNAL)
+                _log.error("request_failed", request=account.request_id, trace=account.trace_id, where=where_of(error))
         finally:
             CURRENT.reset(token)
             self._books.close(account, scope["method"], getattr(scope.get("route"), "path", ""))

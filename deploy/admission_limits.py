@@ -65,11 +65,13 @@ class QueueSpeed:
 
 @final
 class _Bucket:
-    """Fills evenly, up to what a minute brings. What is taken after it was allowed may make it owe."""
+    """Fills evenly, up to what a minute brings, or to one, without which nobody would ever be within the limit. What is
+    taken after it was allowed may make it owe."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self.per_minute = per_minute
-        self._level = per_minute
+        self._most = max(1.0, per_minute)
+        self._level = self._most
         self._at_s = now
 
     def wait_s(self, least: float, now: float) -> float:
@@ -80,7 +82,7 @@ class _Bucket:
         self._level = self._fill(now) - count
 
     def _fill(self, now: float) -> float:
-        self._level = min(self.per_minute, self._level + max(0.0, now - self._at_s) * self.per_minute / MINUTE_S)
+        self._level = min(self._most, self._level + max(0.0, now - self._at_s) * self.per_minute / MINUTE_S)
         self._at_s = now
         return self._level
 

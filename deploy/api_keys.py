@@ -40,6 +40,8 @@ _log = EventLog("baton.keys")
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Rate = Annotated[float, Meta(gt=0, le=1e12)]
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
+"""Less would make counters so large that a token is lost in them, and no share is fair any more."""
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -48,7 +50,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit
 
     name: Name  # in metrics, and of whom sessions, files and batches are
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # its share of the cluster while others wait, too
+    weight: Weight = 1.0  # its share of the cluster while others wait, too
     requests_per_minute: Rate | None = None  # at each gateway, as the next one
     tokens_per_minute: Rate | None = None  # of prompts and answers
     top_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = -MAX_PRIORITY  # smaller is more urgent
@@ -154,11 +156,11 @@ def read_keys(path: Path) -> list[ApiKey]:
         keys = msgspec.convert(found, list[ApiKey])
     except OSError as error:
         raise ConfigError(SETTING, str(path), error.strerror or "cannot be read") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(SETTING, str(path), "is not valid YAML or JSON") from error
     except msgspec.ValidationError as error:
         hint = "a list of entries, as `baton keys new` prints them"
         raise ConfigError(SETTING, str(path), f"is no list of keys: {error}", hint) from error
+    except Exception as error:  # YAML's own, and whatever its scalars raise: a 99th day, an `!!int` that is none
+        raise ConfigError(SETTING, str(path), "is not valid YAML or JSON") from error
     if not keys:
         raise ConfigError(SETTING, str(path), "names no key", "baton keys new --name NAME")
     return keys

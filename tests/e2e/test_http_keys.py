@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,21 @@ def test_cancelling_what_runs_under_a_key() -> None:
         assert served.http.delete("/v1/idempotency/once").status_code == 204
         assert post(served).status_code == 200
         assert len(served.worker.submits) == 3
+
+
+def test_a_stream_whose_key_is_cancelled_breaks_off_and_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(Loopback(script=saying(LONG), pace_s=0.05)) as served:
+        body = {"model": "fake", "prompt": "hi", "max_tokens": 200, "stream": True}
+        with served.http.stream("POST", "/v1/completions", json=body, headers=KEY) as response:
+            parts = response.iter_bytes()
+            next(parts)
+            assert httpx.delete(f"{served.url}/v1/idempotency/once").status_code == 204
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(parts)
+        wait(lambda: "request" in caplog.messages)
+    lines = [record.__dict__ for record in caplog.records if record.name == "baton.http"]
+    assert [record["msg"] for record in lines if record["levelno"] > logging.INFO] == []
 
 
 def test_the_oldest_answers_make_room_and_old_ones_go() -> None:

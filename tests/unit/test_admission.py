@@ -146,6 +146,14 @@ def test_requests_of_a_minute_and_when_to_come_back() -> None:
     assert limits.wait_s(EVERYBODY, 0.0) == (0.0, "")
 
 
+def test_less_than_one_request_of_a_minute_comes_in_its_time() -> None:
+    limits, tenant = RateLimits(), Tenant(name="x", requests_per_minute=0.5)
+    assert limits.wait_s(tenant, 0.0)[0] == 0.0
+    limits.admitted(tenant, 1000, 0.0)
+    assert limits.wait_s(tenant, 0.0)[0] == pytest.approx(120.0)
+    assert limits.wait_s(tenant, 120.0)[0] == 0.0
+
+
 def test_tokens_of_answers_count_against_the_limit() -> None:
     limits, tenant = RateLimits(), Tenant(name="x", tokens_per_minute=600)
     limits.admitted(tenant, 500, 0.0)

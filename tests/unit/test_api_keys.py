@@ -104,9 +104,13 @@ def test_a_change_is_seen_and_a_broken_file_changes_nothing(tmp_path: Path, capl
         ("", "is no list of keys"),
         ("[]", "names no key"),
         ("{", "not valid YAML"),
+        ("- {name: 2026-13-99}", "not valid YAML"),  # scalars that YAML itself reads, and fails on with its own errors
+        ("- !!int x", "not valid YAML"),
+        ("- !!bool x", "not valid YAML"),
+        ("- " + "9" * 5000, "not valid YAML"),
         ("- {name: a}", "sha256"),
         ("- {name: a b, sha256: x}", "regex"),
-        (f"- {{name: a, sha256: {'a' * 64}, weight: 0}}", "> 0"),
+        (f"- {{name: a, sha256: {'a' * 64}, weight: 0}}", ">= 1e-06"),
         (f"- {{name: a, sha256: {'a' * 64}, wieght: 1}}", "wieght"),
     ],
 )
