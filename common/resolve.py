@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from baton.common import env
-from baton.common.config import FAKE_MODEL, ClusterConfig, KvConfig, from_mapping, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig, KvConfig, from_mapping
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.sizing import Load, count_fields, size_pools

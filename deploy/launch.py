@@ -25,7 +25,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
-from baton.common.config import FAKE_MODEL, ClusterConfig, validate
+from baton.common.config import FAKE_MODEL, ClusterConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.model.cache import Progress, silent

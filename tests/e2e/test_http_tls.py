@@ -16,7 +16,8 @@ from http_loopback import Loopback, Served, saying, serving
 from prometheus_client.parser import text_string_to_metric_families as families
 
 from baton.client import Client, ClusterUnreachable, Message
-from baton.common.config import ClusterConfig, GatewayConfig, validate
+from baton.common.config import ClusterConfig, GatewayConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.http_config import HttpConfig
 from baton.deploy.tls import TlsFiles

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.common.clock import VirtualClock
-from baton.common.config import ClusterConfig, GatewayConfig, validate
+from baton.common.config import ClusterConfig, GatewayConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError, ErrorCode, RequestError
 from baton.deploy.admission_queue import EVERYBODY, Tenant
 from baton.deploy.api_keys import RELOAD_S, ApiKey, KeyFile, NoKeys, entry_line, keys_of, new_key, read_keys

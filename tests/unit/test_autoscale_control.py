@@ -6,7 +6,8 @@ import pytest
 from msgspec import structs
 from planner_rig import COST
 
-from baton.common.config import AutoscaleConfig, ClusterConfig, LivenessConfig, validate
+from baton.common.config import AutoscaleConfig, ClusterConfig, LivenessConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Demand, Heartbeat, Hello, Load, Member, Timeline

@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from baton.common.config import ClusterConfig, from_mapping, validate
+from baton.common.config import ClusterConfig, from_mapping
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.prefix.chunk import ChunkCache

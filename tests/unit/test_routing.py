@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.common.config import ClusterConfig, validate
+from baton.common.config import ClusterConfig
+from baton.common.config_checks import validate
 from baton.common.engine.core_api import MembershipView
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId

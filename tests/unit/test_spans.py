@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from baton.common.clock import MonotonicClock, wall_offset_s
-from baton.common.config import ClusterConfig, TracingConfig, validate
+from baton.common.config import ClusterConfig, TracingConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
 from baton.common.messages import Frame, MalformedFrame, SamplingParams, Submit, decode_frame, encode_frame

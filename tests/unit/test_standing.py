@@ -11,7 +11,8 @@ from typing import ClassVar
 import pytest
 from ray.job_submission import JobStatus
 
-from baton.common.config import ClusterConfig, PlacementConfig, validate
+from baton.common.config import ClusterConfig, PlacementConfig
+from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.resolve import Layer, assignments_layer, merge
 from baton.deploy import standing
