@@ -158,7 +158,8 @@ class HttpApi:
 
     async def forget_key(self, request: Request, key: str) -> Response:
         """Ends what runs under an `Idempotency-Key`, and forgets what it came to."""
-        self._keyed.forget(owner_of(request), key)
+        as_header = key.encode(errors="replace").decode("latin-1")  # a path is read as UTF-8
+        self._keyed.forget(owner_of(request), as_header)
         return Response(status_code=204)
 
     async def _complete(

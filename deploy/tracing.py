@@ -10,6 +10,7 @@ ids that are drawn. Never: text of prompts or answers, keys, addresses of client
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from baton.common.messages import SamplingParams, Submit, Timeline
 from baton.common.spans import NOT_TRACED, Attribute, TracedSpan, below, make_context, span_below, span_id_of
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # it warns of malformed headers, with what strangers wrote there
 _RATIO_BITS = 1 << 64
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 """Of the paths that are traced."""

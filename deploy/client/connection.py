@@ -124,7 +124,7 @@ class Connection:
 
     async def events(self, path: str, body: dict[str, Any], key: str) -> AsyncGenerator[bytes, None]:
         """The data of server-sent events. Raises RequestError, and httpx.TransportError for whoever can go on."""
-        headers = {"Idempotency-Key": key}
+        headers = {b"Idempotency-Key": key.encode()}
         async with self._http.stream("POST", path, json=body, headers=headers) as response:
             if response.is_error:
                 await response.aread()

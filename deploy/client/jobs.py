@@ -173,7 +173,7 @@ async def submit_lines(
 ) -> AsyncJob:
     """Uploads and begins; once, however often it takes."""
     name, content = _content(lines)
-    headers = {"Idempotency-Key": key or secrets.token_hex(16)}
+    headers = {"Idempotency-Key": (key or secrets.token_hex(16)).encode()}
 
     def upload() -> dict[str, Any]:
         return {"files": {"file": (name, content)}, "data": {"purpose": "batch"}, "headers": headers}

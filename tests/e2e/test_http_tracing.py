@@ -191,6 +191,17 @@ def test_who_is_not_sampled_leaves_a_trace_id_in_the_log_alone(lines: Heard) -> 
     assert not spans.items
 
 
+@pytest.mark.parametrize("traceparent", [f"00-{TRACE_ID}-00f067aa0ba902b7-01", SECRET * 50])
+def test_what_a_stranger_writes_into_malformed_headers_is_in_no_log(
+    traceparent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(spans=KeptSpans()) as served:
+        for state in (SECRET, f"{SECRET}!=1", "x" * 9_000):
+            assert ask(served, {"traceparent": traceparent, "tracestate": state}).status_code == 200
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
+    assert SECRET not in caplog.text
+
+
 def test_a_bug_is_told_by_its_place_and_not_by_what_it_says(lines: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
         raise ValueError(f"cannot do {SECRET}")
