@@ -141,7 +141,7 @@ def gateway_urls(handle: ClusterHandle) -> list[str]:
         if member.role == "gateway":
             host = member.address.removeprefix("tcp://").rpartition(":")[0]
             number = int(member.stamp.worker.removeprefix("gateway-"))
-            found.append(f"http://{host}:{config.gateway_port(number)}")
+            found.append(f"{config.gateway.scheme}://{host}:{config.gateway_port(number)}")
     return found
 
 

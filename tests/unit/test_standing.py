@@ -6,18 +6,19 @@ import shlex
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import ClassVar, cast
 
 import pytest
 from ray.job_submission import JobStatus
 
-from baton.common.config import ClusterConfig, PlacementConfig
+from baton.common.config import ClusterConfig, GatewayConfig, PlacementConfig
 from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.resolve import Layer, assignments_layer, merge
 from baton.deploy import standing
 from baton.deploy.cli import FAILED, OK, run_command
-from baton.deploy.launch import LaunchError
+from baton.deploy.launch import ClusterHandle, LaunchError
 from baton.deploy.ray_side import Place, place_of
 
 
@@ -136,3 +137,17 @@ def test_what_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     deployed = list[int]()
     standing.keep(lambda: deployed.append(1), "http://gateway:8000", stop, lambda line: None)
     assert (looks, deployed) == (["http://gateway:8000"] * 3, [1])
+
+
+@pytest.mark.parametrize(("cert", "scheme"), [("", "http"), ("/etc/tls/cert.pem", "https")])
+def test_gateways_are_reached_at_their_nodes(cert: str, scheme: str) -> None:
+    """Those that listen on all addresses; over TLS where there is a certificate."""
+    gateway = GatewayConfig(host="0.0.0.0", port=8000, tls_cert=cert, tls_key=cert)
+    config = ClusterConfig(gateway=gateway, gateways=2)
+    members = [
+        SimpleNamespace(role=role, address=f"tcp://10.0.0.{n}:4711", stamp=SimpleNamespace(worker=f"{role}-{n}"))
+        for role, n in (("gateway", 0), ("gateway", 1), ("decode", 0))
+    ]
+    handle = SimpleNamespace(plan=SimpleNamespace(config=config), status=lambda: SimpleNamespace(members=members))
+    found = standing.gateway_urls(cast(ClusterHandle, handle))
+    assert found == [f"{scheme}://10.0.0.0:8000", f"{scheme}://10.0.0.1:8001"]
