@@ -14,7 +14,6 @@ Never in a span: text or tokens of prompts and answers, keys, addresses of clien
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -39,9 +38,6 @@ class TracedSpan(Struct, frozen=True, kw_only=True):
     attributes: dict[str, Attribute] = {}
     error: str = ""
     state: str = ""  # a W3C `tracestate`, as it came
-
-
-TellSpan = Callable[[TracedSpan], None]
 
 
 def make_context(trace_id: str, span_id: str) -> str:

@@ -74,9 +74,9 @@ class _Bucket:
         self._level = self._most
         self._at_s = now
 
-    def wait_s(self, least: float, now: float) -> float:
-        """Until it holds so much."""
-        return max(0.0, least - self._fill(now)) * MINUTE_S / self.per_minute
+    def wait_s(self, now: float) -> float:
+        """Until there is one in it."""
+        return max(0.0, 1.0 - self._fill(now)) * MINUTE_S / self.per_minute
 
     def take(self, count: float, now: float) -> None:
         self._level = self._fill(now) - count
@@ -97,14 +97,13 @@ class RateLimits:
     def wait_s(self, tenant: Tenant, now: float) -> tuple[float, str]:
         """(until one more request is within the key's limits, which one it waits for). 0.0: it is."""
         waits = [
-            (bucket.wait_s(least, now), f"{per_minute:g} {what} per minute")
-            for what, per_minute, least in _limits(tenant)
-            if (bucket := self._bucket(tenant, what, per_minute, now)) is not None
+            (self._bucket(tenant, what, per_minute, now).wait_s(now), f"{per_minute:g} {what} per minute")
+            for what, per_minute in _limits(tenant)
         ]
         return max(waits, default=(0.0, ""))
 
     def admitted(self, tenant: Tenant, prompt_tokens: int, now: float) -> None:
-        for what, per_minute, _ in _limits(tenant):
+        for what, per_minute in _limits(tenant):
             self._bucket(tenant, what, per_minute, now).take(prompt_tokens if what == "tokens" else 1, now)
 
     def said(self, tenant: Tenant, tokens: int, now: float) -> None:
@@ -119,7 +118,7 @@ class RateLimits:
         return bucket
 
 
-def _limits(tenant: Tenant) -> list[tuple[str, float, float]]:
-    """(what, how many a minute, how many must be there for one more request)."""
-    limits = (("requests", tenant.requests_per_minute, 1.0), ("tokens", tenant.tokens_per_minute, 1.0))
-    return [(what, per_minute, least) for what, per_minute, least in limits if per_minute is not None]
+def _limits(tenant: Tenant) -> list[tuple[str, float]]:
+    """(what, how many a minute)."""
+    limits = (("requests", tenant.requests_per_minute), ("tokens", tenant.tokens_per_minute))
+    return [(what, per_minute) for what, per_minute in limits if per_minute is not None]

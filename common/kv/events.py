@@ -101,7 +101,3 @@ class PageLog:
         """The names of everything that is cached now, in no order: a snapshot, with all events in it."""
         held: U64 = self._names[self._names != NO_PARENT]
         return held
-
-    def named_pages(self) -> I32:
-        """The ids of all that is cached, for checks."""
-        return np.flatnonzero(self._names).astype(np.int32)

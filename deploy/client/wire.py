@@ -145,19 +145,18 @@ def request_of(prompt: Prompt, model: str, params: Params) -> tuple[str, dict[st
     return COMPLETIONS, {**body, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
 
 
-def lines_for(prompts: Sequence[Prompt], model: str, params: Params) -> bytes:
-    """A batch's file, whose custom ids are the prompts' places. Raises RequestError."""
+def lines_for(prompts: Sequence[Prompt], model: str, params: Params) -> list[dict[str, Any]]:
+    """Of a batch; their custom ids are the prompts' places. Raises RequestError."""
     requests = [request_of(prompt, model, params) for prompt in prompts]
     if not requests:
         raise RequestError(ErrorCode.INVALID_REQUEST, "there is no prompt", "prompts")
     if any(path != requests[0][0] for path, _ in requests):
         reason = "the prompts of one job are all conversations, or all texts or token ids"
         raise RequestError(ErrorCode.INVALID_REQUEST, reason, "prompts")
-    lines = (
+    return [
         {"custom_id": str(place), "method": "POST", "url": path, "body": body}
         for place, (path, body) in enumerate(requests)
-    )
-    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    ]
 
 
 def outcome_of(line: bytes) -> Outcome:
