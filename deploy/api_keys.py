@@ -152,10 +152,18 @@ def keys_of(path: str, clock: Clock) -> Keys:
 def read_keys(path: Path) -> list[ApiKey]:
     """Raises ConfigError that says what is wrong, and never what was found: it might be a key."""
     try:
-        found = yaml.load(path.read_text(), LOADER)
-        keys = msgspec.convert(found, list[ApiKey])
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(SETTING, str(path), error.strerror or "cannot be read") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(SETTING, str(path), "is not valid YAML or JSON") from error
+    return parse_keys(text, path)
+
+
+def parse_keys(text: str, path: Path) -> list[ApiKey]:
+    """Raises ConfigError, as `read_keys` does."""
+    try:
+        keys = msgspec.convert(yaml.load(text, LOADER), list[ApiKey])
     except msgspec.ValidationError as error:
         hint = "a list of entries, as `baton keys new` prints them"
         raise ConfigError(SETTING, str(path), f"is no list of keys: {error}", hint) from error

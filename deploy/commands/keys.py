@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from baton.common.config import MAX_PRIORITY
+from baton.common.errors import ConfigError
 from baton.deploy.commands.options import err
 
 app = typer.Typer(name="keys", help="API keys of the gateway's clients.", no_args_is_help=True)
@@ -47,8 +48,23 @@ def new(
         err.print(line, end="", markup=False)
         return
     try:
-        with file.open("a") as entries:
-            entries.write(line)
+        _append(file, line)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {file}: {error.strerror}") from error
     typer.echo(key)
+
+
+def _append(file: Path, line: str) -> None:
+    """Only where the gateway can read the file afterwards. Raises ConfigError, or OSError."""
+    from baton.deploy.api_keys import parse_keys
+
+    before = file.read_bytes() if file.exists() else b""
+    if before and not before.endswith(b"\n"):
+        line = f"\n{line}"
+    try:
+        parse_keys(before.decode() + line, file)
+    except (ConfigError, UnicodeDecodeError) as error:
+        reason = "an entry on a line of its own cannot be added to it; without --file it is printed"
+        raise ConfigError("--file", str(file), reason) from error
+    with file.open("a") as entries:
+        entries.write(line)

@@ -148,3 +148,14 @@ def test_a_gateway_is_not_open_to_the_network_by_itself(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
 def test_this_machine_alone_needs_no_key(host: str) -> None:
     validate(ClusterConfig(gateway=GatewayConfig(host=host)))
+
+
+def test_an_entry_is_added_only_where_it_can_be_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(made("one")[1].rstrip("\n"))  # as some editors end a file
+    assert run_command(["keys", "new", "--name", "two", "--file", str(path)]) == 0
+    assert [key.name for key in read_keys(path)] == ["one", "two"]
+    path.write_text(before := f"[{made('one')[1].removeprefix('- ')}]")  # JSON, where no line can follow
+    capfd.readouterr()
+    assert run_command(["keys", "new", "--name", "two", "--file", str(path)]) == 2
+    assert (path.read_text(), capfd.readouterr().out) == (before, "")
