@@ -146,4 +146,7 @@ def _watch(job: Job, as_json: bool, *, with_answer: bool = False) -> None:
         print_json(ended)
     else:
         typer.echo(job.result().text if with_answer and terminal.is_whole(ended) else terminal.told(ended))
-    raise typer.Exit(0 if terminal.is_whole(ended) else FAILED)
+    if terminal.is_whole(ended):
+        raise typer.Exit
+    err.print(f"`baton jobs logs {job.id}` says why", markup=False)
+    raise typer.Exit(FAILED)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def print_batches(batches: list[BatchObject], console: Console) -> None:
 
 
 def print_logs(batch: BatchObject, failures: list[dict[str, Any]]) -> None:
-    for at, what in sorted(_events(batch)):
+    for at, what in sorted(_events(batch), key=itemgetter(0)):  # in one second: in the order in which it goes
         typer.echo(f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}  {what}")
     for fault in batch.errors.data if batch.errors else ():
         typer.echo(f"{'file' if fault.line is None else f'line {fault.line}'}: {fault.code}: {fault.message}")

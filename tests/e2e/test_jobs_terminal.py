@@ -72,6 +72,7 @@ def test_from_submitting_to_results(baton: Baton, lines: Path, tmp_path: Path) -
     _, log, _ = baton("logs", batch)
     assert "begun: 30 lines to /v1/completions" in log
     assert "completed: 30 answered, 0 failed" in log
+    assert [one.split()[2] for one in log.splitlines()] == ["submitted", "begun:", "completed:"]
 
 
 def test_watching_tells_by_its_exit_code_whether_all_went_well(baton: Baton, tmp_path: Path) -> None:
@@ -86,8 +87,9 @@ def test_watching_tells_by_its_exit_code_whether_all_went_well(baton: Baton, tmp
     assert len(json.loads(baton("logs", found["id"], "--json")[1])["failures"]) == 1
     assert '"bad"' in baton("results", found["id"], "--errors")[1]
     path.write_text("nonsense")
-    code, told, _ = baton("submit", str(path), "--watch")
+    code, told, said = baton("submit", str(path), "--watch")
     assert (code, "failed: 0 of 0" in told) == (FAILED, True)
+    assert f"baton jobs logs {told.split()[0]}" in said
     assert "line 1: invalid_json_line" in baton("logs", told.split()[0])[1]
 
 
