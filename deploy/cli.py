@@ -11,7 +11,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
-from baton.common.errors import BatonError, ConfigError
+from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
 from baton.deploy.commands import keys, looking, serving, studying
 from baton.deploy.commands.options import FAILED, MISUSED, OK, err
 from baton.deploy.jobs import command as jobs
@@ -59,6 +59,8 @@ def run_command(arguments: list[str]) -> int:
         return MISUSED
     except BatonError as error:
         err.print(f"baton: {error}", markup=False)
+        if isinstance(error, RequestError) and error.code is ErrorCode.UNAUTHENTICATED:
+            err.print("commands send the key that is in BATON_API_KEY; `baton keys new` makes one", markup=False)
         return FAILED
     return OK
 

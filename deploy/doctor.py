@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from msgspec import Struct
 from rich.console import Console
@@ -120,12 +121,20 @@ def _python() -> Finding:
 
 def _cores(config: ClusterConfig) -> Finding:
     cores, workers = len(os.sched_getaffinity(0)), config.prefill + config.decode
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    detail = f"{cores} for {workers} workers; {format_bytes(memory)} of memory free"
+    detail = f"{cores} for {workers} workers; {format_bytes(_available_memory())} of memory available"
     if cores < workers:
         way_out = f"workers would share cores and slow each other down: --prefill 1 --decode {max(1, cores - 1)}"
         return Finding("cores", Verdict.SLOW, detail, way_out)
     return Finding("cores", Verdict.OK, detail)
+
+
+def _available_memory() -> int:
+    """Bytes, with what the kernel would give up for it: free pages alone are few wherever files have been read."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    raise BatonError("/proc/meminfo has no MemAvailable")
 
 
 def _open_files() -> Finding:

@@ -98,7 +98,11 @@ def _show_how_to_ask(handle: ClusterHandle, console: Console) -> None:
         name = resolve_source(name).name
     console.print(f"\nServing [bold]{name}[/] at [bold]{' '.join(handle.gateway_urls)}[/]   (Ctrl-C to stop)\n")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
-    console.print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", markup=False)
+    asked = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+    if handle.plan.config.gateway.api_keys_file:
+        console.print("  export BATON_API_KEY=...      # of `baton keys new`", markup=False)
+        asked += ' -H "Authorization: Bearer $BATON_API_KEY"'
+    console.print(f"  {asked} -d '{body}'", markup=False)
     console.print(f'  baton run --url {url} "Say hello."\n', markup=False)
 
 

@@ -19,6 +19,7 @@ from http_loopback import MAX_MODEL_LEN, Loopback, Served, saying, serving
 
 from baton.common.messages import Load
 from baton.deploy.api_keys import ApiKey, entry_line, new_key
+from baton.deploy.cli import FAILED, run_command
 
 ROWS = {"model": "fake", "prompt": "x"}
 
@@ -154,6 +155,14 @@ def test_401_without_a_key_and_with_a_wrong_one(keyed: Keyed) -> None:
     assert error_of(http.get("/v1/models", headers=twice), 401)["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{keyed.served.url}/v1", api_key="sk-wrong").models.list()
+
+
+def test_who_runs_a_command_without_a_key_is_told_where_it_belongs(
+    keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "sk-wrong")
+    assert run_command(["jobs", "status", "--url", keyed.served.url]) == FAILED
+    assert "BATON_API_KEY" in capfd.readouterr().err
 
 
 def test_a_stranger_is_refused_before_his_body_is_read(keyed: Keyed) -> None:

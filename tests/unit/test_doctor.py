@@ -37,6 +37,7 @@ def test_this_machine_is_fit_for_the_fake_model() -> None:
     findings = list(examine_machine(FAKE, lambda line: None))
     assert not [one for one in findings if one.verdict is Verdict.BROKEN]
     assert {"software", "cores", "model", "lane local", "lane zmq", "gateway"} <= {one.what for one in findings}
+    assert of(findings, "cores").detail.endswith("of memory available")
     assert all(one.way_out for one in findings if one.verdict is not Verdict.OK and not one.what.startswith("lane"))
 
 
