@@ -9,14 +9,11 @@ import re
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 import httpx
-from http_loopback import Served
-
-GIVE_UP_S = 20.0
+from http_loopback import GIVE_UP_S, Served
 
 
 class Raw:
@@ -99,12 +96,6 @@ def open_connections(served: Served) -> int:
     found = re.search(r"^baton_http_connections (\S+)$", served.http.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))
-
-
-def wait(until: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not until():
-        assert time.monotonic() < give_up_s
 
 
 def descriptors() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,18 @@ from baton.deploy.listener import open_listener
 from baton.deploy.tokenizer import ByteTokenizer, ServedModel
 
 MAX_MODEL_LEN = 256
+GIVE_UP_S = 20.0
+LOOK_S = 0.005
+
+
+def wait(happened: Callable[[], object]) -> None:
+    """Until it has. Looks now and then: who asks all the time takes the interpreter from the gateway's thread."""
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not happened():
+        assert time.monotonic() < give_up_s
+        time.sleep(LOOK_S)
+
+
 DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(11))
 
 Script = Callable[[Submit], tuple[list[int], str]]

@@ -7,12 +7,11 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from cutting_proxy import cutting
-from http_loopback import Loopback, Served, saying, serving
+from http_loopback import GIVE_UP_S, Loopback, Served, saying, serving, wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +22,6 @@ from baton.deploy.client import connection
 TEXT = "".join(chr(97 + n % 26) for n in range(80))
 RETRIES = 60
 """More often than a proxy here cuts."""
-GIVE_UP_S = 20.0
-
-
-def wait(until: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not until():
-        assert time.monotonic() < give_up_s
 
 
 def echo(submit: Submit) -> tuple[list[int], str]:

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from hostile import GIVE_UP_S, Raw, ask, counted, descriptors, ended, open_connections, status_of, undisturbed, wait
-from http_loopback import Loopback, Served, saying, serving
+from hostile import Raw, ask, counted, descriptors, ended, open_connections, status_of, undisturbed
+from http_loopback import GIVE_UP_S, Loopback, Served, saying, serving, wait
 
 from baton.common.http_config import HttpConfig
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_loopback import MAX_MODEL_LEN, Loopback, Served, saying, serving
+from http_loopback import MAX_MODEL_LEN, Loopback, Served, saying, serving, wait
 
 from baton.common.messages import Load
 from baton.deploy.api_keys import ApiKey, entry_line, new_key
@@ -35,13 +34,6 @@ def ask(served: Served, **fields: Any) -> httpx.Response:
     return served.http.post("/v1/completions", json={**ROWS, "max_tokens": 1, **fields})
 
 
-def until(happened: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.005)
-
-
 def waiting(served: Served) -> int:
     return int(served.http.get("/status").json()["requests"]["queued"])
 
@@ -58,7 +50,7 @@ def test_400_for_what_can_never_fit() -> None:
 def test_429_when_full_and_when_to_come_back() -> None:
     with serving(Loopback(silent=True), max_inflight_requests=1) as served, ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, served, timeout_s=1)
-        until(lambda: served.gateway.load().running)
+        wait(lambda: served.gateway.load().running)
         response = ask(served)
         error = error_of(response, 429)
         assert (error["code"], response.headers["Retry-After"]) == ("overloaded", "1")
@@ -79,7 +71,7 @@ def test_504_for_one_who_waits_for_his_turn() -> None:
     ):
         for _ in range(2):
             pool.submit(ask, served, timeout_s=0.8)
-        until(lambda: served.gateway.load().running == 2)
+        wait(lambda: served.gateway.load().running == 2)
         assert error_of(ask(served, timeout_s=0.2), 504)["code"] == "deadline_exceeded"
 
 
@@ -88,7 +80,7 @@ def test_429_at_once_when_the_deadline_cannot_be_met() -> None:
     worker = Loopback(script=saying("abc"), pace_s=0.05)
     with serving(worker, rows=1, dispatch_ahead_requests=1) as served, ThreadPoolExecutor(24) as pool:
         many = [pool.submit(ask, served, prompt="x" * 100, max_tokens=4) for _ in range(24)]
-        until(lambda: ask(served, prompt="x" * 100, timeout_s=0.05).status_code == 429)
+        wait(lambda: ask(served, prompt="x" * 100, timeout_s=0.05).status_code == 429)
         response = ask(served, prompt="x" * 100, timeout_s=0.05)
         assert error_of(response, 429)["code"] == "deadline_unreachable"
         assert int(response.headers["Retry-After"]) >= 1
@@ -100,10 +92,10 @@ def test_499_is_counted_for_a_client_that_is_gone_and_its_place_is_free() -> Non
     with serving(worker, rows=1, dispatch_ahead_requests=1) as served, ThreadPoolExecutor(3) as pool:
         for _ in range(2):
             pool.submit(ask, served, timeout_s=0.8)
-        until(lambda: served.gateway.load().running == 2)
+        wait(lambda: served.gateway.load().running == 2)
         with pytest.raises(httpx.ReadTimeout):
             served.http.post("/v1/completions", json=ROWS, timeout=0.2)
-        until(lambda: 'baton_http_responses_total{path="/v1/completions",status="499"} 1.0' in metrics_of(served))
+        wait(lambda: 'baton_http_responses_total{path="/v1/completions",status="499"} 1.0' in metrics_of(served))
         assert waiting(served) == 0
 
 
@@ -217,7 +209,7 @@ def test_what_one_key_has_made_is_not_there_for_another(keyed: Keyed) -> None:
         assert other.post("/v1/batches", json=wanted).status_code == 404
         assert error_of(other.post("/v1/completions", json={**ROWS, "session_id": session}), 404)
         assert other.get("/v1/files").json()["data"] == other.get("/v1/batches").json()["data"] == []
-        until(lambda: mine.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+        wait(lambda: mine.get(f"/v1/batches/{batch}").json()["status"] == "completed")
         assert mine.get(f"/v1/batches/{batch}").json()["request_counts"]["completed"] == 1
 
 
@@ -256,9 +248,9 @@ def test_the_batch_of_a_key_that_is_gone_is_not_answered(tmp_path: Path) -> None
             keyed.path.write_text(
                 "".join(one for one in keyed.path.read_text().splitlines(keepends=True) if '"name":"a"' not in one)
             )
-            until(lambda: mine.get("/v1/models").status_code == 401)
+            wait(lambda: mine.get("/v1/models").status_code == 401)
         keyed.served.worker.membership()
         keyed.served.worker.heartbeat(Load())
         refused = 'baton_http_responses_total{path="batch:/v1/completions",status="401"} 1.0'
-        until(lambda: refused in metrics_of(keyed.served))
+        wait(lambda: refused in metrics_of(keyed.served))
         assert not keyed.served.worker.submits

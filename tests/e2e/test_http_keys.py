@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from http_loopback import Loopback, Served, saying, serving
+from http_loopback import GIVE_UP_S, Loopback, Served, saying, serving, wait
 
 from baton.client import Client
 
 TEXT = "Hello wörld €😀!"
 LONG = "x" * 100
-GIVE_UP_S = 20.0
 KEY = {"Idempotency-Key": "once"}
 
 
@@ -38,12 +35,6 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 def said_in(stream: bytes) -> str:
     """Words that came while the gateway had other things to do are in one event."""
     return b"".join(re.findall(rb'"text":"(x*)"', stream)).decode()
-
-
-def wait(until: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not until():
-        assert time.monotonic() < give_up_s
 
 
 @pytest.mark.parametrize("stream", [False, True])

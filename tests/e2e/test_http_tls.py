@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from cryptography import x509
-from hostile import GIVE_UP_S, Raw, port_of, undisturbed
-from http_loopback import Loopback, Served, saying, serving
+from hostile import Raw, port_of, undisturbed
+from http_loopback import GIVE_UP_S, Loopback, Served, saying, serving
 from prometheus_client.parser import text_string_to_metric_families as families
 
 from baton.client import Client, ClusterUnreachable, Message
