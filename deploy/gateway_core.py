@@ -70,8 +70,7 @@ took us for dead."""
 _LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
 """Refusals that waiting does not help against. A draining worker is replaced: its successor may take the request."""
 
-DEFAULT_DECODE = DecodeConfig()
-
+_DEFAULT_DECODE = DecodeConfig()
 _DEFAULT_ROUTING = RoutingConfig()
 _RELEASE_GRACE_S = 30.0
 _RETRY_AFTER_S = 1.0
@@ -177,7 +176,7 @@ class GatewayCore:
         thinking_token_id: int = -1,
         routing: RoutingConfig = _DEFAULT_ROUTING,
         page_size: int = 16,
-        decode: DecodeConfig = DEFAULT_DECODE,
+        decode: DecodeConfig = _DEFAULT_DECODE,
     ) -> None:
         """Raises ConfigError when there is no such routing policy."""
         self._thinking_token_id = thinking_token_id

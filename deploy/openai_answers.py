@@ -208,7 +208,7 @@ async def _tokenize(
 
 
 @dataclass(frozen=True, slots=True)
-class WholeAnswer:
+class _WholeAnswer:
     """One choice, from its first to its last token."""
 
     text: str
@@ -221,7 +221,7 @@ class WholeAnswer:
 
 async def answer_json(answering: Answering) -> tuple[Completion, str]:
     """(the response, its Server-Timing header). The first choice that fails fails the request and ends the others."""
-    tasks = [asyncio.create_task(collect_answer(answering, index)) for index in range(len(answering.choices))]
+    tasks = [asyncio.create_task(_collect_answer(answering, index)) for index in range(len(answering.choices))]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
@@ -242,7 +242,7 @@ async def answer_json(answering: Answering) -> tuple[Completion, str]:
     return reply, server_timing(max(extensions, key=lambda extension: extension.total_s))
 
 
-async def collect_answer(answering: Answering, index: int) -> WholeAnswer:
+async def _collect_answer(answering: Answering, index: int) -> _WholeAnswer:
     """One choice. Raises RequestError."""
     deltas: list[Delta] = []
     logprobs: list[NamedLogprob] = []
@@ -252,7 +252,7 @@ async def collect_answer(answering: Answering, index: int) -> WholeAnswer:
         async for event in events:
             if isinstance(event, AnswerEnd):
                 text, calls = told(deltas + writer.finish())
-                return WholeAnswer(text, logprobs, event, calls, finish_reason_of(event, writer), prompt_logprobs)
+                return _WholeAnswer(text, logprobs, event, calls, finish_reason_of(event, writer), prompt_logprobs)
             deltas += writer.push(event.text)
             logprobs += named_logprobs(tokenizer, event.tokens, event.logprobs)
             prompt_logprobs = event.prompt_logprobs or prompt_logprobs
@@ -268,7 +268,7 @@ def finish_reason_of(end: AnswerEnd, writer: Writer) -> str:
     return "tool_calls" if writer.called and end.finish_reason == "stop" else end.finish_reason
 
 
-def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoice] | list[CompletionChoice]:
+def _choices(answering: Answering, answers: list[_WholeAnswer]) -> list[ChatChoice] | list[CompletionChoice]:
     if not answering.is_chat:
         return [_completion_choice(answering, index, answers) for index in range(len(answers))]
     wanted = answering.request.wanted_logprobs >= 0
@@ -285,7 +285,7 @@ def _choices(answering: Answering, answers: list[WholeAnswer]) -> list[ChatChoic
     ]
 
 
-def _completion_choice(answering: Answering, index: int, answers: list[WholeAnswer]) -> CompletionChoice:
+def _completion_choice(answering: Answering, index: int, answers: list[_WholeAnswer]) -> CompletionChoice:
     request, choice, whole = answering.request, answering.choices[index], answers[index]
     assert isinstance(request, CompletionRequest)
     scores = answers[index - index % answering.per_prompt].prompt_logprobs

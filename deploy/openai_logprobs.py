@@ -31,7 +31,7 @@ class NamedLogprob:
     top: tuple[LogprobEntry, ...]
 
 
-def logprob_entry(token: str, logprob: float) -> LogprobEntry:
+def _entry(token: str, logprob: float) -> LogprobEntry:
     """`bytes` is None when the token alone is not whole characters: its text then shows U+FFFD."""
     return LogprobEntry(token=token, logprob=logprob, bytes=None if "\ufffd" in token else list(token.encode()))
 
@@ -55,8 +55,8 @@ def named_prompt(
 
 def _named(tokenizer: Tokenizer, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> NamedLogprob:
     text = tokenizer.token_text(token)
-    best = tuple(logprob_entry(tokenizer.token_text(one), value) for one, value in top)
-    return NamedLogprob(text, logprob_entry(text, logprob), best)
+    best = tuple(_entry(tokenizer.token_text(one), value) for one, value in top)
+    return NamedLogprob(text, _entry(text, logprob), best)
 
 
 def prompt_logprob_list(
