@@ -96,6 +96,9 @@ def validate(config: ClusterConfig) -> None:
     _validate_door(config.gateway)
     if not 0 <= config.gateway.port <= 65535:
         raise ConfigError("gateway.port", config.gateway.port, "must be 0 (any free port) to 65535")
+    if config.gateway_port(config.gateways - 1) > 65535:
+        reason = f"{config.gateways} gateways on one machine take as many ports from there on, and 65535 is the last"
+        raise ConfigError("gateway.port", config.gateway.port, reason)
 
 
 def _validate_placement(config: ClusterConfig) -> None:

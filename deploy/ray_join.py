@@ -62,6 +62,9 @@ def join_ray(address: str, namespace: str | None = None) -> None:
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
+        if address == "auto" and isinstance(error, ConnectionError):  # Ray's words name an option that is none of ours
+            hint = "`ray start --head` starts one, --ray-address and RAY_ADDRESS name one"
+            raise LaunchError(f"no Ray cluster was found from this machine: {hint}") from error
         raise LaunchError(f"cannot join the Ray cluster at {address}: {first_line(error)}") from error
 
 

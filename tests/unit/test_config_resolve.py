@@ -285,3 +285,5 @@ def test_gateways_of_one_machine_take_ports_one_after_the_other() -> None:
     assert [config.gateway_port(number) for number in range(2)] == [9000, 9000]
     with pytest.raises(ConfigError, match="gateways"):
         validate(from_mapping(ClusterConfig, {"gateways": 0}))
+    with pytest.raises(ConfigError, match="65535 is the last"):
+        validate(from_mapping(ClusterConfig, {"gateways": 2, "gateway": {"port": 65535}}))

@@ -46,6 +46,15 @@ def test_a_ray_that_cannot_be_joined_is_named(
         attach("baton", listener)
 
 
+def test_where_no_ray_was_found_the_way_out_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify one with the `--address` flag.")
+
+    monkeypatch.setattr(ray, "init", find_none)
+    with pytest.raises(LaunchError, match=r"^no Ray cluster was found .*--ray-address"):
+        attach("baton", "auto")
+
+
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray looks for it for more than a minute"))
