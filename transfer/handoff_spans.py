@@ -38,14 +38,11 @@ def _received(times: HandoffTimes) -> list[TracedSpan]:
     spans = [whole]
     offered_s = _at(times, "offered")
     spans.append(span_below(whole.context, "staging", times.begun_at_s, over_s if offered_s is None else offered_s))
-    begun_s, committed_s = _at(times, "first region"), _at(times, "committed")
-    if begun_s is not None:
-        end_s = over_s if committed_s is None else committed_s
-        transfer = span_below(whole.context, "transfer", begun_s, end_s, _attributes(times), error=times.code)
+    for transfer in _transfer(times, whole):
         spans.append(transfer)
         if times.scatter_s > 0:
-            scattering_s = max(begun_s, end_s - times.scatter_s)
-            spans.append(span_below(transfer.context, "scatter", scattering_s, end_s))
+            scattering_s = max(transfer.begin_s, transfer.end_s - times.scatter_s)
+            spans.append(span_below(transfer.context, "scatter", scattering_s, transfer.end_s))
     return spans
 
 
@@ -61,12 +58,16 @@ def _sent(times: HandoffTimes) -> list[TracedSpan]:
         admitted_s = times.begun_at_s + times.queued_s
         spans.append(span_below(whole.context, "queue", times.begun_at_s, admitted_s))
         spans.append(span_below(whole.context, "prefill", admitted_s, computed_s))
-    begun_s = _at(times, "first region")
-    if begun_s is not None:
-        committed_s = _at(times, "committed")
-        end_s = over_s if committed_s is None else committed_s
-        spans.append(span_below(whole.context, "transfer", begun_s, end_s, _attributes(times), error=times.code))
-    return spans
+    return spans + _transfer(times, whole)
+
+
+def _transfer(times: HandoffTimes, whole: TracedSpan) -> list[TracedSpan]:
+    """None where nothing has travelled. What was not committed has ended with the hand-off."""
+    begun_s, committed_s = _at(times, "first region"), _at(times, "committed")
+    if begun_s is None:
+        return []
+    end_s = whole.end_s if committed_s is None else committed_s
+    return [span_below(whole.context, "transfer", begun_s, end_s, _attributes(times), error=times.code)]
 
 
 def _at(times: HandoffTimes, mark: str) -> float | None:
