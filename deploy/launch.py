@@ -61,6 +61,8 @@ CALL_TIMEOUT_S = 30.0
 PROGRESS_INTERVAL_S = 0.3
 RETRY_PAUSE_S = 0.2
 """Between two calls of a controller that Ray is restarting. It refuses at once, and nothing tells when it is back."""
+PORT_DRAWS = 20
+"""The port behind a free one may be taken."""
 DRAIN_ORDER = ("gateway", "decode", "prefill")
 DRAIN_ANSWER_S = 3.0
 """For the answer of a process that waited as long as it was told to."""
@@ -309,11 +311,20 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     if config.placement.resources == "role" and gateway.port:
         return config  # the gateway listens on another machine, perhaps
     keys_of(gateway.api_keys_file, MonotonicClock())
+    for _ in range(0 if gateway.port else PORT_DRAWS):
+        with contextlib.suppress(ConfigError):
+            return _with_free_ports(config)
+    return _with_free_ports(config)
+
+
+def _with_free_ports(config: ClusterConfig) -> ClusterConfig:
+    """Those of all its gateways are free, a moment ago."""
+    gateway = config.gateway
     with contextlib.ExitStack() as probes:
         port: int = probes.enter_context(open_listener(gateway.host, gateway.port)).getsockname()[1]
         found = dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
-        for number in range(1, config.gateways):
-            probes.enter_context(open_listener(gateway.host, found.gateway_port(number)))
+        for other in {found.gateway_port(number) for number in range(config.gateways)} - {port}:
+            probes.enter_context(open_listener(gateway.host, other))
     return found
 
 

@@ -1,0 +1,36 @@
+"""Ports of several gateways, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig, PlacementConfig
+from baton.common.errors import ConfigError
+from baton.deploy import launch
+from baton.deploy.listener import open_listener
+
+
+def config_of(port: int, gateways: int = 2) -> ClusterConfig:
+    return ClusterConfig(model=ModelConfig(model="fake"), gateways=gateways, gateway=GatewayConfig(port=port))
+
+
+def test_a_drawn_port_whose_next_one_is_taken_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_listener("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        drawn = iter([port - 1])
+
+        def draw(host: str, wanted: int) -> object:
+            return open_listener(host, next(drawn, 0) if wanted == 0 else wanted)
+
+        monkeypatch.setattr(launch, "open_listener", draw)
+        found = launch._checked(config_of(0))
+        assert port not in [found.gateway_port(number) for number in range(2)]
+        with pytest.raises(ConfigError, match=str(port)):
+            launch._checked(config_of(port - 1))
+
+
+def test_on_nodes_of_their_own_gateways_share_a_port() -> None:
+    found = launch._checked(replace(config_of(0, 3), placement=PlacementConfig(resources="role"), pin_cores=False))
+    assert {found.gateway_port(number) for number in range(3)} == {found.gateway.port}
