@@ -11,6 +11,7 @@ from msgspec import inspect, structs
 
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.messages import MAX_FRAME_BYTES, Body, Frame, encode_frame
+from baton.common.prompt_logprobs import PromptLogprobs
 
 BODIES: tuple[type[Body], ...] = typing.get_args(Body)
 _INTS = (
@@ -88,6 +89,10 @@ def random_value(dice: random.Random, kind: inspect.Type) -> object:
             return random_value(dice, inner)
         case inspect.UnionType(types=types):
             return random_value(dice, dice.choice(types))
+        case inspect.StructType(cls=cls) if cls is PromptLogprobs:  # whose parts must fit each other
+            tokens, best = 4 * dice.randrange(4), dice.randrange(3)
+            lengths = (tokens, tokens, tokens * best, tokens * best)
+            return cls(**{f.name: dice.randbytes(n) for f, n in zip(structs.fields(cls), lengths, strict=True)})
         case inspect.StructType(cls=cls):
             return cls(**{f.name: random_value(dice, inspect.type_info(f.type)) for f in structs.fields(cls)})
         case inspect.VarTupleType(item_type=item):
