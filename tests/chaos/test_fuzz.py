@@ -202,14 +202,13 @@ def besiege(lanes: tuple[str, ...], committed: int, seed: int) -> None:
         before = {worker: cluster.account(worker) for worker in HONEST}
         for sink in ("decode-0", "decode-1"):
             cluster.peers[sink].send(Pace(6))
-        strangers = _Strangers(cluster, dice)
         until_s = time.monotonic() + 240.0
-        while tally.between_honest < committed:
-            assert time.monotonic() < until_s, f"hand-offs hardly work: {tally}"
-            strangers.knock()
-            cluster.listen()
-            time.sleep(0.005)
-        strangers.close()
+        with contextlib.closing(_Strangers(cluster, dice)) as strangers:  # else a failure hangs where its sockets are
+            while tally.between_honest < committed:
+                assert time.monotonic() < until_s, f"hand-offs hardly work: {tally}"
+                strangers.knock()
+                cluster.listen()
+                time.sleep(0.005)
         cluster.peers["decode-0"].send(Pace(0))
         for worker in MAD:
             cluster.peers[worker].kill()
