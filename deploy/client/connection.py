@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from baton.common import env
-from baton.common.errors import ErrorCode
+from baton.common.errors import ErrorCode, RequestError
 from baton.deploy.client.values import ClusterUnreachable
 from baton.deploy.client.wire import lines_of, response_error
 
@@ -50,6 +50,17 @@ def trust(ca_file: str | None = None) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=path)
     except OSError as error:  # as those of `ssl` are
         raise ClusterUnreachable(f"{path}: no file of certificates: {error.strerror or error}") from error
+
+
+MAX_KEY_BYTES = 256
+
+
+def key_header(key: str) -> dict[bytes, bytes]:
+    """Raises RequestError for what no header can hold."""
+    if not key.isprintable() or not 0 < len(key.encode()) <= MAX_KEY_BYTES:
+        reason = f"{key[:40]!r}: one to {MAX_KEY_BYTES} bytes, without line breaks and the like"
+        raise RequestError(ErrorCode.INVALID_REQUEST, reason, "key")
+    return {b"Idempotency-Key": key.encode()}
 
 
 class Connection:
@@ -124,8 +135,7 @@ class Connection:
 
     async def events(self, path: str, body: dict[str, Any], key: str) -> AsyncGenerator[bytes, None]:
         """The data of server-sent events. Raises RequestError, and httpx.TransportError for whoever can go on."""
-        headers = {b"Idempotency-Key": key.encode()}
-        async with self._http.stream("POST", path, json=body, headers=headers) as response:
+        async with self._http.stream("POST", path, json=body, headers=key_header(key)) as response:
             if response.is_error:
                 await response.aread()
                 raise response_error(response)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from baton.common.errors import BatonError, ErrorCode, RequestError
-from baton.deploy.client.connection import Connection
+from baton.deploy.client.connection import Connection, key_header
 from baton.deploy.client.values import Answer, Outcome
 from baton.deploy.client.wire import CHAT, lines_of, outcome_of
 from baton.deploy.jobs.records import OPEN
@@ -173,7 +173,7 @@ async def submit_lines(
 ) -> AsyncJob:
     """Uploads and begins; once, however often it takes."""
     name, content = _content(lines)
-    headers = {"Idempotency-Key": (key or secrets.token_hex(16)).encode()}
+    headers = key_header(secrets.token_hex(16) if key is None else key)
 
     def upload() -> dict[str, Any]:
         return {"files": {"file": (name, content)}, "data": {"purpose": "batch"}, "headers": headers}

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from baton.common.errors import RequestError
-from baton.deploy.client.connection import Connection, may_come_back, pause_s
+from baton.deploy.client.connection import Connection, key_header, may_come_back, pause_s
 from baton.deploy.client.values import Answer, ClusterUnreachable
 from baton.deploy.client.wire import Collector
 
@@ -65,6 +65,7 @@ class Asking:
         self._path = path
         self._own_key = key is None
         self._key = secrets.token_hex(16) if key is None else key
+        key_header(self._key)  # refused before anything is asked
         # Of the key: the same body each time, and a gateway that lost it answers alike.
         seed = int.from_bytes(hashlib.sha256(self._key.encode()).digest()[:7])
         self._body = {"seed": seed, **body, "stream": True, "stream_options": {"include_usage": True}}
