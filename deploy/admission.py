@@ -95,31 +95,39 @@ class Admission:
     def queued(self) -> int:
         return len(self._queue)
 
-    def refusal(self, tenant: Tenant, priority: int, tokens: int, timeout_s: float, now: float) -> Refused | None:
-        """Why one more is not to wait here; None: it may. What is not known is no reason."""
+    def refusal(self, tenant: Tenant, priority: int, timeout_s: float, now: float) -> Refused | None:
+        """Why one more is not to wait here, room or not; None: it may. What is not known is no reason."""
         wait_s, limit = self._limits.wait_s(tenant, now)
         if wait_s > 0:
             return _refused(ErrorCode.RATE_LIMITED, f"this key may ask for {limit}", wait_s)
-        if self._queue and self._queue.tokens + tokens > self._max_tokens:
-            reason = f"prompts of {self._queue.tokens} tokens wait already (gateway.max_queued_tokens)"
-            return _refused(ErrorCode.OVERLOADED, reason, self.wait_s(tenant, priority) or 0.0)
         expected_s = self.wait_s(tenant, priority)
         if expected_s is not None and expected_s > timeout_s:
             reason = f"its turn would come in about {expected_s:.1f} s, and it has {timeout_s:.1f} s"
             return _refused(ErrorCode.DEADLINE_UNREACHABLE, reason, expected_s - timeout_s)
         return None
 
-    def gives_way(self, tenant: Tenant, in_flight: int) -> RequestId | Refused | None:
-        """When all places are taken: who loses his to one more of this key; or that nobody does. None: there are
-        places. `in_flight`: all that have not ended."""
-        if in_flight < self._max_requests:
-            return None
-        victim = self._queue.last_of_longest(tenant)
-        return self.full(tenant) if victim is None else victim
+    def give_way(self, tenant: Tenant, tokens: int, in_flight: int) -> list[RequestId] | None:
+        """Who loses his place to a prompt of so many tokens of this key, so that there is one and the tokens are not
+        too many; mostly nobody. None: nobody does, and there is none. `in_flight`: all that have not ended."""
+        leaving: list[RequestId] = []
+        if in_flight >= self._max_requests:
+            victim = self._queue.last_of_longest(tenant)
+            if victim is None:
+                return None
+            leaving.append(victim)
+        waiting = self._queue.tokens - sum(map(self._queue.tokens_of, leaving))
+        excess = min(waiting, waiting + tokens - self._max_tokens)  # one that waits alone may be as long as it is
+        if excess > 0:
+            heaviest = self._queue.last_of_heaviest(tenant, tokens, excess, leaving)
+            return None if heaviest is None else [*leaving, *heaviest]
+        return leaving
 
-    def full(self, tenant: Tenant) -> Refused:
+    def full(self, tenant: Tenant, in_flight: int) -> Refused:
         """What is said to who has no place, or loses it."""
-        reason = f"{self._max_requests} requests are in flight already (gateway.max_inflight_requests)"
+        reason = (
+            f"{in_flight} requests are in flight (gateway.max_inflight_requests: {self._max_requests}), prompts of "
+            f"{self._queue.tokens} tokens wait (gateway.max_queued_tokens: {self._max_tokens})"
+        )
         return _refused(ErrorCode.OVERLOADED, reason, self.wait_s(tenant, 0) or 0.0)
 
     def wait_s(self, tenant: Tenant, priority: int) -> float | None:

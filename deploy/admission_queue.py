@@ -14,7 +14,7 @@ A3. What a key is ahead of another, both waiting all the time, is bounded by twi
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
@@ -124,6 +124,34 @@ class FairQueue:
         if longest is None or longest is own or _length(longest) <= least:
             return None
         return longest.waiting[-1].request_id
+
+    def tokens_of(self, request_id: RequestId) -> int:
+        """Of the prompt of one that waits."""
+        return self._waiting[request_id][1].tokens
+
+    def last_of_heaviest(
+        self, than: Tenant, tokens: int, excess: int, leaving: Collection[RequestId]
+    ) -> list[RequestId] | None:
+        """Who else gives way to a prompt of so many `tokens` of `than` where `excess` too many would wait: the last
+        ones of keys that have more of them than that key would, for their weight. None: they would not be enough."""
+        own = self._shares.get(than.name)
+        least = ((own.tokens if own is not None else 0) + tokens) / than.weight
+        others = [share for share in self._shares.values() if share is not own and share.waiting]
+        staying = [[entry for entry in share.waiting if entry.request_id not in leaving] for share in others]
+        loads = [
+            sum(entry.tokens for entry in entries) / share.tenant.weight
+            for share, entries in zip(others, staying, strict=True)
+        ]
+        victims: list[RequestId] = []
+        while excess > 0:
+            heaviest = max(range(len(loads)), key=loads.__getitem__, default=-1)
+            if heaviest < 0 or loads[heaviest] <= least:
+                return None
+            entry = staying[heaviest].pop()
+            loads[heaviest] -= entry.tokens / others[heaviest].tenant.weight
+            excess -= entry.tokens
+            victims.append(entry.request_id)
+        return victims
 
     def tokens_before(self, tenant: Tenant, priority: int) -> float:
         """Tokens of prompts that will be let in before one that joins now, if nobody else comes: the key's own, and of

@@ -224,9 +224,8 @@ class GatewayCore:
         if refusal is not None:
             retry_after_s = _RETRY_AFTER_S if refusal.code is ErrorCode.SESSION_BUSY else None
             return [RequestEnded(request_id, "", refusal, None, 0, retry_after_s)]
-        refused = self._admission.refusal(tenant, priority, len(prompt), timeout_s, now) or self._make_room(
-            tenant, now, out
-        )
+        refused = self._admission.refusal(tenant, priority, timeout_s, now)
+        refused = refused or self._make_room(tenant, len(prompt), now, out)
         if refused is not None:
             if session is not None:
                 self._sessions.end_turn(session, None, now)
@@ -241,15 +240,16 @@ class GatewayCore:
         self._let_in(now, out)
         return out
 
-    def _make_room(self, tenant: Tenant, now: float, out: list[GatewayEffect]) -> Refused | None:
-        """Where all places are taken, somebody who waits gives way to one whose key has fewer there; or nobody does."""
-        found = self._admission.gives_way(tenant, len(self._requests))
-        if found is None or isinstance(found, Refused):
-            return found
-        victim = self._requests[found]
-        said = self._admission.full(victim.tenant)
-        ended = RequestEnded(found, "", said.failure, None, victim.placement, said.retry_after_s)
-        self._end(victim, ended, now, out)
+    def _make_room(self, tenant: Tenant, tokens: int, now: float, out: list[GatewayEffect]) -> Refused | None:
+        """Where as many wait as may, somebody gives way to one whose key has less there; or nobody does."""
+        leaving = self._admission.give_way(tenant, tokens, len(self._requests))
+        if leaving is None:
+            return self._admission.full(tenant, len(self._requests))
+        for request_id in leaving:
+            victim = self._requests[request_id]
+            said = self._admission.full(victim.tenant, len(self._requests))
+            ended = RequestEnded(request_id, "", said.failure, None, victim.placement, said.retry_after_s)
+            self._end(victim, ended, now, out)
         return None
 
     def cancel(self, request_id: RequestId, now: float) -> list[GatewayEffect]:

@@ -304,6 +304,33 @@ def test_too_many_tokens_are_refused_and_one_that_waits_alone_never_is() -> None
     assert door.refused() == {"r4": ErrorCode.OVERLOADED}
 
 
+def test_a_key_that_holds_all_the_tokens_gives_way() -> None:
+    door = Door(max_queued_tokens=100)
+    for number in range(9):
+        door.ask(f"a{number}", ONE)
+    assert door.refused() == {"a8": ErrorCode.OVERLOADED}, "its own are no reason for another"
+    door.ask("b0", TWO)
+    door.ask("b1", TWO)
+    assert door.refused().keys() == {"a8", "a7", "a6"}
+    door.ask("b2", TWO)
+    assert door.refused().keys() == {"a8", "a7", "a6", "b2"}, "three each would be no better"
+    assert all(end.retry_after_s == 1.0 for end in door.ended)
+    assert [door.answer(f"a{number}") for number in range(3)] == [["b0"], ["a3"], ["b1"]]
+
+
+def test_nobody_ends_for_a_prompt_that_has_no_room_all_the_same() -> None:
+    queue = FairQueue()
+    for number in range(3):
+        queue.join(named(f"a{number}"), ONE, 0, 10)
+    queue.join(named("c"), Tenant(name="three"), 0, 12)
+    assert queue.last_of_heaviest(TWO, 5, 8, ()) == ["a2"]
+    assert queue.last_of_heaviest(TWO, 5, 8, ["a2"]) == ["a1"], "who leaves anyway has left"
+    assert queue.last_of_heaviest(TWO, 11, 25, ()) == ["a2", "a1", "c"]
+    assert queue.last_of_heaviest(TWO, 30, 25, ()) is None, "no key has more than that"
+    assert queue.last_of_heaviest(Tenant(name="two", weight=10.0), 30, 41, ()) == ["a2", "a1", "c", "a0"]
+    assert len(queue) == 4
+
+
 def test_a_deadline_that_cannot_be_met_is_told_at_once() -> None:
     door = Door()
     for number in range(20):
