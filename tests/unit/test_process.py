@@ -139,7 +139,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_launch_starts_nothing_above_an_open_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o755)
     monkeypatch.setattr(launch, "run_root", lambda: str(tmp_path))
-    monkeypatch.setattr(launch, "_connect", lambda *_: pytest.fail("connected to Ray"))
+    monkeypatch.setattr(launch, "connect_ray", lambda *_: pytest.fail("connected to Ray"))
     with pytest.raises(ConfigError, match="is open to other users"):
         launch.launch(ClusterConfig())
 
