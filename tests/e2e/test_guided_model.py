@@ -145,6 +145,7 @@ def test_tools_that_must_be_called(client: openai.OpenAI) -> None:
     assert said.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
+@pytest.mark.slow  # test_parity moves a stream of this model, tests/unit/test_guided_cores.py a guided one
 def test_a_guided_stream_survives_its_decode_worker(cluster: ClusterHandle) -> None:
     """Sampled and guided: nothing but grammar, seed and tokens goes to the other worker."""
     schema = {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 6, "maxItems": 8}

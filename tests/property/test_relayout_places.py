@@ -96,7 +96,7 @@ def test_whatever_the_formats(case: Case) -> None:
 
 @pytest.mark.slow
 @given(case=CASES)
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 def test_thousands_of_pairs(case: Case) -> None:
     check_places(case, EVERY_FORMAT)
 
