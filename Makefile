@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/baton demo
 
 # Two halves at once, a core for each: what needs no cluster (its output comes at the end), and what starts processes.
-ALONE := tests/sim tests/property tests/unit tests/e2e/test_model_parity.py
+ALONE := tests/sim tests/property tests/unit $(addprefix tests/e2e/,test_model_parity.py test_layer_groups.py test_model_families.py)
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(ALONE) >$(VENV)/alone.log 2>&1 & alone=$$!; \
 	trap 'kill $$alone' INT TERM; \
