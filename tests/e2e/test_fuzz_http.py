@@ -9,7 +9,9 @@ import pytest
 from http_loopback import Loopback, serving
 
 SCHEMATHESIS = Path(__file__).parents[2] / ".venv-fuzz" / "bin" / "schemathesis"
-EXAMPLES = 30
+EXAMPLES = 90
+"""Of each operation; most are refused, for one of their many fields."""
+LEAST_ANSWERED = 20
 
 
 @pytest.mark.slow
@@ -23,4 +25,4 @@ def test_no_drawn_request_is_answered_by_a_5xx(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-5000:]
         answered = len(served.worker.submits)
         assert served.http.get("/health").status_code == 200
-    assert answered > EXAMPLES, "hardly anything came as far as a worker"
+    assert answered > LEAST_ANSWERED, "hardly anything came as far as a worker"
