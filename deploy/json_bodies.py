@@ -64,7 +64,11 @@ def _values_in(body: bytes) -> int:
 def parse(kind: type[BodyT], body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> BodyT:
     """The request, or RequestError INVALID_REQUEST that names the parameter and what is wrong with it. `neutral` are
     the parameters that others have and we do not, with the values that ask for nothing."""
-    fields = decode_object(body)
+    return parse_fields(kind, decode_object(body), neutral)
+
+
+def parse_fields(kind: type[BodyT], fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> BodyT:
+    """The same of a body that was decoded already; takes what is neutral out of `fields`."""
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     for name in [name for name in fields if name not in known]:
         _refuse_unless_neutral(name, fields.pop(name), known, neutral)

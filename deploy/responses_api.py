@@ -28,7 +28,7 @@ from baton.deploy.chat_messages import (
     parse_arguments,
 )
 from baton.deploy.guided_api import JsonSchema, ResponseFormat
-from baton.deploy.json_bodies import decode_object, parse, refusal
+from baton.deploy.json_bodies import decode_object, parse_fields, refusal
 from baton.deploy.openai_api import ChatRequest, Sampled, TokenCount
 
 _NEUTRAL = {
@@ -200,7 +200,7 @@ def parse_responses_request(body: bytes) -> ResponsesRequest:
     for name, reason in _STORED.items():
         if fields.get(name) not in (None, False):
             raise refusal(name, f"not supported by Baton: {reason}")
-    return parse(ResponsesRequest, body, _NEUTRAL)
+    return parse_fields(ResponsesRequest, fields, _NEUTRAL)
 
 
 def renamed(error: RequestError) -> RequestError:
