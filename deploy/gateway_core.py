@@ -153,6 +153,7 @@ class _Request:
     last_refusal: Failure | None = None
     prefill: Placement | None = None  # who was chosen to compute its prompt, until the first token is here
     decode: Placement | None = None  # where it is
+    names: tuple[int, ...] | None = None  # of the pages of its prompt, while it is placed and computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,14 +411,21 @@ class GatewayCore:
         stamp = request.session.worker if request.session is not None else None
         if stamp is not None and stamp in self.router.seats("decode") and stamp not in request.refused_by:
             return self.router.put(Placement(stamp, len(request.prompt)))
-        return self.router.place("decode", request.prompt, _draw(request), request.refused_by)
+        return self.router.place("decode", request.prompt, _draw(request), request.refused_by, self._names(request))
+
+    def _names(self, request: _Request) -> tuple[int, ...]:
+        """Of its prompt's pages: made once for both workers, and kept no longer than the prompt is computed."""
+        if request.names is None:
+            request.names = self.router.names_of(request.prompt)
+        return request.names
 
     def _choose_prefill(self, request: _Request) -> Stamp | None:
         """Once per placement, unless who was chosen has left. The decode worker may do otherwise: this gateway's count
         is of what it has asked for."""
         if request.prefill is None or request.prefill.stamp not in self.router.seats("prefill"):
-            self._prompt_over(request)
-            request.prefill = self.router.place("prefill", request.prompt, _draw(request))
+            if request.prefill is not None:
+                self._prompt_over(request)
+            request.prefill = self.router.place("prefill", request.prompt, _draw(request), names=self._names(request))
         return None if request.prefill is None else request.prefill.stamp
 
     def _prompt_over(self, request: _Request) -> None:
@@ -425,6 +433,7 @@ class GatewayCore:
         if request.prefill is not None:
             self.router.leave(request.prefill)
             request.prefill = None
+        request.names = None
 
     def _send_submit(self, request: _Request, stamp: Stamp, now: float, out: list[GatewayEffect]) -> None:
         prefill = self._choose_prefill(request)

@@ -99,14 +99,24 @@ class Router:
 
     # --------------------------------------------------------------------------------------- choices
 
-    def place(self, role: Role, prompt: I32, draw: int, refused_by: Collection[Stamp] = ()) -> Placement | None:
+    def names_of(self, prompt: I32) -> tuple[int, ...]:
+        """Of its pages, as the index has them; nothing where there is none."""
+        return () if self.index is None else tuple(page_names(prompt, self._page_size))
+
+    def place(
+        self,
+        role: Role,
+        prompt: I32,
+        draw: int,
+        refused_by: Collection[Stamp] = (),
+        names: tuple[int, ...] | None = None,
+    ) -> Placement | None:
         """The worker for a prompt, none of `refused_by`; None when there is no candidate. `draw`: any number that is
-        another one for another request."""
+        another one for another request; `names`: those of the prompt, where they are known already."""
         seats = self._seats[role]
-        names: tuple[int, ...] = ()
+        names = self.names_of(prompt) if names is None else names
         cached: tuple[I64, Bools] | None = None
         if self.index is not None:
-            names = tuple(page_names(prompt, self._page_size))
             pages = np.fromiter(self._matched(self.index, seats.stamps, names), dtype=np.int64, count=len(seats))
             current = np.fromiter(map(self.index.is_current, seats.stamps), dtype=np.bool_, count=len(seats))
             cached = np.minimum(pages * self._page_size, max(0, len(prompt) - 1)), current
