@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from dataclasses import replace
 
 import pytest
@@ -11,13 +13,26 @@ from baton.common.errors import ConfigError
 from baton.deploy import launch
 from baton.deploy.listener import open_listener
 
+HOST = "127.71.3.9"
+"""An address that nothing else on this machine listens on: its ports are ours alone."""
+
 
 def config_of(port: int, gateways: int = 2) -> ClusterConfig:
-    return ClusterConfig(model=ModelConfig(model="fake"), gateways=gateways, gateway=GatewayConfig(port=port))
+    gateway = GatewayConfig(host=HOST, port=port)
+    return ClusterConfig(model=ModelConfig(model="fake"), gateways=gateways, gateway=gateway)
+
+
+def taken_after_a_free_one() -> socket.socket:
+    """Listens on a port while the one before it is free. None of those that the kernel hands out by itself."""
+    for port in range(20_001, 32_000, 2):
+        with contextlib.suppress(ConfigError):
+            open_listener(HOST, port - 1).close()
+            return open_listener(HOST, port)
+    raise AssertionError(f"no two neighbouring ports of {HOST} are free")
 
 
 def test_a_drawn_port_whose_next_one_is_taken_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_listener("127.0.0.1", 0) as taken:
+    with taken_after_a_free_one() as taken:
         port = taken.getsockname()[1]
         drawn = iter([port - 1])
 
