@@ -35,7 +35,7 @@ from baton.deploy.api_keys import keys_of
 from baton.deploy.autoscale import Policy
 from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
-from baton.deploy.listener import open_listener
+from baton.deploy.listener import draw_port, open_listener
 from baton.deploy.planner.command import read_cost
 from baton.deploy.planner.outcome import Slo
 from baton.deploy.ray_join import LaunchError as LaunchError
@@ -320,11 +320,12 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
 def _with_free_ports(config: ClusterConfig) -> ClusterConfig:
     """Those of all its gateways are free, a moment ago."""
     gateway = config.gateway
+    found = dataclasses.replace(
+        config, gateway=dataclasses.replace(gateway, port=gateway.port or draw_port(gateway.host))
+    )
     with contextlib.ExitStack() as probes:
-        port: int = probes.enter_context(open_listener(gateway.host, gateway.port)).getsockname()[1]
-        found = dataclasses.replace(config, gateway=dataclasses.replace(gateway, port=port))
-        for other in {found.gateway_port(number) for number in range(config.gateways)} - {port}:
-            probes.enter_context(open_listener(gateway.host, other))
+        for port in sorted({found.gateway_port(number) for number in range(config.gateways)}):
+            probes.enter_context(open_listener(gateway.host, port))
     return found
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
 import socket
+from pathlib import Path
 
 from baton.common.errors import ConfigError
 
 BACKLOG = 1024
 _TCP_NOTSENT_LOWAT = 25  # of Linux; Python names it from 3.12 on
+_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_DRAWN = 20_000  # above those of Ray's workers
+_DRAWS = 32
 UNSENT_BYTES = 128 << 10
 """That the kernel keeps of a stream whose client does not read, instead of some megabytes."""
 
@@ -32,3 +38,16 @@ def open_listener(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     listener.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # this, too
     return listener
+
+
+def draw_port(host: str) -> int:
+    """A free port that stays so while nobody listens on it, as when a gateway's successor is still starting. One that
+    the kernel hands out itself may become anybody's end of a connection meanwhile: a client's that tries to come back
+    would even reach itself. Raises ConfigError as `open_listener` does."""
+    lowest = int(_KERNELS_PORTS.read_text().split()[0])
+    for port in random.sample(range(_LOWEST_DRAWN, lowest), _DRAWS) if lowest >= _LOWEST_DRAWN + _DRAWS else ():
+        with contextlib.suppress(ConfigError):
+            open_listener(host, port).close()
+            return port
+    with open_listener(host, 0) as any_port:
+        return int(any_port.getsockname()[1])

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from baton.client import Client
 from baton.common import env
 from baton.common.engine.fake_runner import fake_answer
 from baton.common.messages import SamplingParams
+from baton.deploy.listener import draw_port
 from baton.deploy.tokenizer import ByteTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -46,11 +46,6 @@ with Client() as client:
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def environment() -> Mapping[str, str]:
     """Of Ray and of everything on it: its `python` is ours."""
@@ -61,7 +56,7 @@ def environment() -> Mapping[str, str]:
 @pytest.fixture(scope="module")
 def ray_ports(environment: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     """(of its head, of its Jobs API)."""
-    head, jobs = free_port(), free_port()
+    head, jobs = draw_port("127.0.0.1"), draw_port("127.0.0.1")
     with tempfile.TemporaryDirectory(prefix="bt", dir="/tmp", ignore_cleanup_errors=True) as folder:
         command = ["ray", "start", "--head", "--block", f"--port={head}", f"--temp-dir={folder}", "--num-cpus=64"]
         command += ["--node-ip-address=127.0.0.1", "--include-dashboard=true", f"--dashboard-port={jobs}"]
@@ -87,7 +82,7 @@ def wait_for(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def url(ray_ports: tuple[int, int], environment: Mapping[str, str]) -> Iterator[str]:
-    port = free_port()
+    port = draw_port("127.0.0.1")
     command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", str(port)]
     command += ["--ray-address", f"127.0.0.1:{ray_ports[0]}", "--set", f"cluster=test-ray-job-{os.getpid()}"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

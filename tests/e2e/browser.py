@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from baton.deploy.listener import draw_port
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = [
@@ -79,8 +80,7 @@ class Browser:
 @contextlib.contextmanager
 def browsing(profile: Path) -> Iterator[Browser]:
     assert DRIVER is not None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = draw_port("127.0.0.1")
     with subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from random import Random
 
@@ -15,6 +14,7 @@ from baton.common.engine.kv_feed import KvFeed, PublishPages
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.routing_config import MOST_WORKERS_PER_ROLE, KvEventsConfig
+from baton.deploy.listener import draw_port
 from baton.deploy.sim.watch_caches import names_in
 from baton.transfer.kv_publisher import KvPublisher, publishing_ports
 
@@ -23,12 +23,9 @@ WORKER = WorkerId("decode-0")
 
 
 def free_ports() -> KvEventsConfig:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
+    port, replay_port = draw_port("127.0.0.1") - 1, draw_port("127.0.0.1") - 1
     return KvEventsConfig(
-        publish=True, port=ports[0] - 1, replay_port=ports[1] - 1, topic="kv@{worker}@{model}", buffer_batches=16
+        publish=True, port=port, replay_port=replay_port, topic="kv@{worker}@{model}", buffer_batches=16
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig, PlacementConfig
 from baton.common.errors import ConfigError
 from baton.deploy import launch
-from baton.deploy.listener import open_listener
+from baton.deploy.listener import draw_port, open_listener
 
 HOST = "127.71.3.9"
 """An address that nothing else on this machine listens on: its ports are ours alone."""
@@ -35,11 +35,7 @@ def test_a_drawn_port_whose_next_one_is_taken_is_drawn_again(monkeypatch: pytest
     with taken_after_a_free_one() as taken:
         port = taken.getsockname()[1]
         drawn = iter([port - 1])
-
-        def draw(host: str, wanted: int) -> object:
-            return open_listener(host, next(drawn, 0) if wanted == 0 else wanted)
-
-        monkeypatch.setattr(launch, "open_listener", draw)
+        monkeypatch.setattr(launch, "draw_port", lambda host: next(drawn, None) or draw_port(host))
         found = launch._checked(config_of(0))
         assert port not in [found.gateway_port(number) for number in range(2)]
         with pytest.raises(ConfigError, match=str(port)):
