@@ -18,7 +18,9 @@ from baton.deploy.accounts import asked_by, failed
 from baton.deploy.api_keys import NAMED, Keys
 from baton.deploy.http_parts import error_response
 
-OPEN = frozenset({"/live", "/ready", "/health", "/openapi.json", *web_page.FILES, *api_page.OURS, *api_page.THEIRS})
+OPEN = frozenset(
+    {"/", "/live", "/ready", "/health", "/openapi.json", *web_page.FILES, *api_page.OURS, *api_page.THEIRS}
+)
 METRICS = "/metrics"
 
 

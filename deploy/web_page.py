@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from fastapi import FastAPI, Response
+from fastapi.responses import RedirectResponse
 
 FILES = {
     "/ui": ("index.html", "text/html"),
@@ -31,6 +32,8 @@ def add_routes(app: FastAPI) -> None:
     for path, (name, kind) in FILES.items():
         response = Response((folder / name).read_bytes(), media_type=f"{kind}; charset=utf-8", headers=HEADERS)
         app.add_api_route(path, _always(response), methods=["GET"], include_in_schema=False, name=name)
+    to_the_page = RedirectResponse("/ui")
+    app.add_api_route("/", _always(to_the_page), methods=["GET"], include_in_schema=False, name="root")
 
 
 def _always(response: Response) -> Callable[[], Awaitable[Response]]:

@@ -178,6 +178,7 @@ def _first_of(parts: Iterator[bytes], sent: threading.Event) -> Iterator[bytes]:
 def test_probes_and_what_is_the_same_for_all_are_open(keyed: Keyed) -> None:
     for path in ("/live", "/ready", "/health", "/metrics", "/ui", "/ui/app.js", "/docs", "/openapi.json"):
         assert keyed.served.http.get(path).status_code == 200, path
+    assert keyed.served.http.get("/").headers["location"] == "/ui"
 
 
 def test_metrics_can_be_closed(keyed: Keyed) -> None:
