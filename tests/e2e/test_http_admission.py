@@ -140,7 +140,7 @@ def test_401_without_a_key_and_with_a_wrong_one(keyed: Keyed) -> None:
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/files"),
                              ("GET", "/status"), ("GET", "/version"), ("POST", "/v1/sessions"), ("GET", "/nowhere"),
                              ("GET", "/ui/../status"), ("GET", "//live")):  # fmt: skip
-            response = http.request(method, path, headers=headers)
+            response = http.request(method, f"{keyed.served.url}{path}", headers=headers)
             assert error_of(response, 401)["code"] == "invalid_api_key", (method, path)
             assert response.headers["WWW-Authenticate"] == "Bearer"
     twice = [("Authorization", f"Bearer {keyed.keys['a']}")] * 2
