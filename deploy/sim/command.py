@@ -24,6 +24,7 @@ from baton.deploy.sim.world import Report, World, run_seed
 
 Say = Callable[[str], None]
 SEEDS_AT_ONCE = 20  # of one process, between two words from it
+SEEDS_PER_WORD = 1000  # to who waits
 
 
 class Which(NamedTuple):
@@ -64,17 +65,21 @@ def list_scenarios(say: Say) -> None:
 
 
 def run_many(seeds: range, which: Which, jobs: int, say: Say) -> bool:
-    """Whether all of them were right."""
+    """Whether all of them were right. Where it is interrupted it says how far it came."""
     started = time.perf_counter()
     batches = [range(first, min(first + SEEDS_AT_ONCE, seeds.stop)) for first in seeds[::SEEDS_AT_ONCE]]
-    events, outcomes, failed = 0, Counter[str](), 0
-    for ran in _side_by_side(batches, which, jobs):
-        for line in ran.failures:
-            say(line)
-        events, failed = events + ran.events, failed + len(ran.failures)
-        outcomes += ran.outcomes
-    wall_s = time.perf_counter() - started
-    say(f"{len(seeds)} seeds, {failed} failed, {events} events, {wall_s:.1f} s; {_told(outcomes)}")
+    done, events, outcomes, failed = 0, 0, Counter[str](), 0
+    try:
+        for batch, ran in zip(batches, _side_by_side(batches, which, jobs), strict=True):
+            for line in ran.failures:
+                say(line)
+            done, events, failed = done + len(batch), events + ran.events, failed + len(ran.failures)
+            outcomes += ran.outcomes
+            if done % SEEDS_PER_WORD == 0 and done < len(seeds):
+                say(f"{done} of {len(seeds)} seeds, {failed} failed")
+    finally:
+        wall_s = time.perf_counter() - started
+        say(f"{done} seeds, {failed} failed, {events} events, {wall_s:.1f} s; {_told(outcomes)}")
     return not failed
 
 
