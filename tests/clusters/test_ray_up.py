@@ -4,22 +4,14 @@ left in good order, and all of it comes down clean."""
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import hosts
 import httpx
 import pytest
-import yaml
 from harness import ask_all, check, question
+from up_cluster import RECOVERS_S, UpCluster, batons, furnished_hosts, wait_for_workers
 
 from baton.common.clock import MonotonicClock
 from baton.deploy.client import Client
@@ -32,96 +24,13 @@ pytestmark = [
     pytest.mark.skipif(bool(lacks), reason=f"hosts of one's own need {lacks}"),
 ]
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "deploy" / "ray" / "on-premise.yaml"
-NAMES = ("head", "prefill-host", "decode-host", "other-host")
 ROLES = {"prefill-host": "prefill", "decode-host": "decode", "other-host": "decode"}
-SETTINGS = (
-    "cluster=ups", "model.model=fake", "model.max_model_len=1536", "kv.num_pages=400", "placement.cpus=1",
-    "liveness.drain_deadline_s=20", "gateway.request_timeout_s=120", "gateway.host=0.0.0.0",
-    "gateway.open_to_network=true",
-)  # fmt: skip
-RECOVERS_S = 240.0
-
-
-@dataclass(frozen=True)
-class UpCluster:
-    """A cluster that `ray up` made, and its hosts."""
-
-    hosts: dict[str, hosts.Host]
-    file: Path
-    environment: dict[str, str]
-
-    def ray(self, *words: str) -> str:
-        """What Ray's launcher says, which must end well."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", *words], capture_output=True, text=True, check=False,
-            cwd=self.file.parent, env=self.environment, timeout=400,
-        )  # fmt: skip
-        assert done.returncode == 0, f"ray {words[0]}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-        return done.stdout
-
-    def execute(self, command: str) -> str:
-        """On the head."""
-        return self.ray("exec", "--no-config-cache", str(self.file), command)
-
-    def deploy(self, options: str = "") -> str:
-        settings = " ".join(f"--set {one}" for one in SETTINGS)
-        return self.execute(f"baton deploy {options} --config ~/baton.yaml {settings}")
-
-
-def write_config(folder: Path, there: dict[str, hosts.Host]) -> Path:
-    """on-premise.yaml with these hosts; everything is installed on them already."""
-    config: dict[str, Any] = yaml.safe_load(FILE.read_text())
-    workers = [host.address for name, host in there.items() if name != "head"]
-    config["cluster_name"] = folder.name
-    config["provider"] |= {"head_ip": there["head"].address, "worker_ips": workers}
-    config["auth"] = {"ssh_user": "root", "ssh_private_key": str(folder / "key")}
-    config["min_workers"] = config["max_workers"] = len(workers)
-    config["setup_commands"] = [line for line in config["setup_commands"] if "pip install" not in line]
-    config["file_mounts"] = {
-        "~/baton.yaml": str(FILE.parent / "baton.yaml"),
-        "~/.ray/auth_token": str(folder / "token"),
-    }
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def furnish(host: hosts.Host) -> None:
-    """What its owner does before `ray up`."""
-    (host.home / "baton-venv" / "bin").parent.mkdir()
-    (host.home / "baton-venv" / "bin").symlink_to(Path(sys.executable).parent)
-    source = os.environ.get("PYTHONPATH", str(ROOT / ".src"))
-    # A machine that runs four hosts at once is slow to answer.
-    (host.home / ".bashrc").write_text(f"export PYTHONPATH={source} RAY_health_check_period_ms=2000\n")
-    (host.home / "baton-role").write_text(ROLES.get(host.name, ""))
 
 
 @pytest.fixture
 def cluster() -> Iterator[UpCluster]:
-    with tempfile.TemporaryDirectory(prefix="bu", dir="/tmp", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "token").write_text("0123456789abcdef" * 4)
-        environment = {**os.environ, "RAY_UP_enable_autoscaler_v2": "0", "RAY_AUTH_MODE": "token", "HOME": name,
-                       "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}  # fmt: skip
-        with hosts.hosts(folder, *NAMES) as there:
-            for host in there.values():
-                furnish(host)
-            yield UpCluster(there, write_config(folder, there), environment)
-        for left in Path("/tmp/ray").glob(f"cluster-{folder.name}.*"):  # what Ray's launcher keeps of it
-            left.unlink()
-
-
-def wait_for_workers(client: Client, wanted: set[str]) -> float:
-    """Until exactly these are there and are heard. Returns how long it took."""
-    clock = MonotonicClock()
-    begun_s = clock.now()
-    while True:
-        seen = {str(one.worker) for one in client.status().workers if one.role != "gateway" and not one.silent}
-        if seen == wanted:
-            return clock.now() - begun_s
-        assert clock.now() < begun_s + RECOVERS_S, seen
+    with furnished_hosts(ROLES) as found:
+        yield found
 
 
 def check_probes(there: dict[str, hosts.Host]) -> None:
@@ -135,11 +44,6 @@ def check_probes(there: dict[str, hosts.Host]) -> None:
         httpx.get(f"http://{head.address}:8265", timeout=10.0)
 
 
-def batons(host: hosts.Host) -> list[str]:
-    """Baton's processes there; Ray's own are Ray's."""
-    return [line for line in host.processes() if re.match(r"ray::\w*Actor|\S*python\S* \S*/baton ", line)]
-
-
 def test_up_serve_lose_a_host_leave_one_and_down(cluster: UpCluster) -> None:
     clock, rng, there = MonotonicClock(), random.Random(7), cluster.hosts
     took: dict[str, float] = {}
@@ -148,7 +52,7 @@ def test_up_serve_lose_a_host_leave_one_and_down(cluster: UpCluster) -> None:
         took[name] = round(clock.now() - begun_s, 1)
 
     begun_s = clock.now()
-    cluster.ray("up", "-y", "--no-config-cache", str(cluster.file))
+    cluster.up()
     timed("up", begun_s)
     begun_s = clock.now()
     url = next(line for line in cluster.deploy().splitlines() if line.startswith("http://"))
@@ -172,9 +76,7 @@ def test_up_serve_lose_a_host_leave_one_and_down(cluster: UpCluster) -> None:
         timed("loss noticed", begun_s)
         begun_s = clock.now()
         there["other-host"].start()
-        start = yaml.safe_load(cluster.file.read_text())["worker_start_ray_commands"][1]
-        done = there["other-host"].run(f"export RAY_HEAD_IP={there['head'].address}; {start}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        cluster.start_worker(there["other-host"])
         wait_for_workers(client, everybody)
         timed("host back", begun_s)
         check(ask_all(client, [question(rng) for _ in range(10)], at_once=4))

@@ -39,7 +39,12 @@ EVERYTHING = {
     "apiKeys": {"existingSecret": "keys"},
     "jobs": {"existingSecret": "store", "stateClaim": "state"},
     "model": {"name": "/models/m", "existingClaim": "models"},
-    "gcsFaultTolerance": {"redisAddress": "redis:6379", "redisPasswordSecret": "redis"},
+    "tls": {"existingSecret": "tls"},
+    "gcsFaultTolerance": {
+        "redisAddress": "rediss://redis:6380", "redisPasswordSecret": "redis", "redisUsername": "ray",
+    },
+    "kvEvents": {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "indexer"}}}]},
+    "config": {"kv_events": {"port": 5560}},
     "rayAutoscaler": {"enabled": True},
     "image": {"pullSecrets": ["pull"]},
     "podDefaults": {
@@ -60,7 +65,8 @@ EVERYTHING = {
     "ingress": {"enabled": True, "className": "nginx", "annotations": {"a": "b"},
                 "hosts": [{"host": "llm.example.com"}], "tls": [{"secretName": "tls", "hosts": ["llm.example.com"]}]},
     "networkPolicy": {"ingressFrom": [{"podSelector": {}}], "extraEgress": [{"ports": [{"port": 5432}]}]},
-    "monitoring": {"podMonitor": {"enabled": True, "labels": {"a": "b"}}, "rules": {"enabled": True},
+    "monitoring": {"podMonitor": {"enabled": True, "labels": {"a": "b"}, "tlsConfig": {"serverName": "x.org"}},
+                   "rules": {"enabled": True},
                    "dashboard": {"enabled": True, "annotations": {"folder": "LLM"}}},
     "autoscaling": {"enabled": True, "kind": "hpa", "scaleTargetRef": {"name": "pool"}},
     "service": {"release": "green", "annotations": {"a": "b"}},

@@ -45,7 +45,7 @@ def test_baton_understands_what_it_is_told(case: str) -> None:
     deployer = next(pod for name, pod in pods(manifests).items() if name.endswith("-deployer"))
     told = understood(deployer["spec"]["containers"][0]["command"])
     services = {one["metadata"]["name"]: one for one in of_kind(manifests, "Service")}
-    host, port = told["keep"].removeprefix("http://").split(":")
+    host, port = told["keep"].partition("://")[2].split(":")
     assert services[host]["spec"]["ports"][0]["port"] == int(port) == settings.gateway.port
     assert told["address"] == f"http://{cluster['metadata']['name']}-head-svc:8265"
     assert told["replace"]
@@ -72,7 +72,40 @@ def test_secrets_are_referred_to_and_never_written_out() -> None:
     assert "BATON_SET_JOBS__DATABASE" not in deployer  # it would be told to Ray's Jobs API
     assert env_of(every["head"])["BATON_SET_JOBS__DATABASE"] == {"secretKeyRef": {"name": "store", "key": "database"}}
     mounts = {name: [one["name"] for one in pod["spec"].get("volumes", [])] for name, pod in every.items()}
-    assert [name for name, found in mounts.items() if "api-keys" in found] == ["gateway"]
+    for secret_volume in ("api-keys", "tls"):
+        assert [name for name, found in mounts.items() if secret_volume in found] == ["gateway"]
+    assert cluster["spec"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "rediss://redis:6380",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "redis-password"}}},
+    }
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "scheme"),
+    [
+        ({}, "http"),
+        ({"tls": {"existingSecret": "t"}}, "https"),
+        ({"config": {"gateway": {"tls_cert": "/x.crt", "tls_key": "/x.key"}}}, "https"),  # files of one's own
+    ],
+)
+def test_who_asks_a_gateway_speaks_as_it_does(values: dict[str, Any], scheme: str) -> None:
+    """Kubelets, Prometheus and the deployer."""
+    values = {**values, "monitoring": {"podMonitor": {"enabled": True}}}
+    manifests = list(yaml.safe_load_all(helm("template", "x", str(CHART), values=values).stdout))
+    (config,) = (one["data"]["baton.yaml"] for one in of_kind(manifests, "ConfigMap") if "baton.yaml" in one["data"])
+    gateway = merge([Layer("chart", yaml.safe_load(config))])[0].gateway
+    assert gateway.scheme == scheme
+    every = pods(manifests)
+    (container,) = every["gateway"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"].get("scheme", "HTTP") == scheme.upper()
+    assert understood(every["x-baton-deployer"]["spec"]["containers"][0]["command"])["keep"].startswith(f"{scheme}://")
+    (monitor,) = of_kind(manifests, "PodMonitor")
+    assert [one["scheme"] for one in monitor["spec"]["podMetricsEndpoints"]] == [scheme]
+    if "tls" in values:
+        (folder,) = (one["mountPath"] for one in container["volumeMounts"] if one["name"] == "tls")
+        assert (gateway.tls_cert, gateway.tls_key) == (f"{folder}/tls.crt", f"{folder}/tls.key")
 
 
 @needs_helm
@@ -100,6 +133,9 @@ def test_a_deployer_begins_anew_when_settings_change() -> None:
         ({"ingress": {"enabled": True}}, "apiKeys.existingSecret: whoever reaches the gateways from outside"),
         ({"service": {"type": "LoadBalancer"}}, "apiKeys.existingSecret: whoever reaches the gateways from outside"),
         ({"groups": {"decode": {"replicas": 0}}}, "there is no decode"),
+        ({"gcsFaultTolerance": {"redisAddress": "redis"}}, "/gcsFaultTolerance/redisAddress"),
+        ({"gcsFaultTolerance": {"redisPasswordSecret": "redis"}}, "gcsFaultTolerance.redisAddress: whose password"),
+        ({"kvEvents": {"from": [{"podSelector": {}}]}}, "kvEvents.from: there are no events"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], says: str) -> None:

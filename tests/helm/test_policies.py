@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from helm_rig import CASES, Manifest, needs_helm, of_kind, pods, render
 from test_dashboards import names_in, told
+
+from baton.common.config import ClusterConfig
+from baton.common.ids import WorkerId
+from baton.common.resolve import Layer, merge
+from baton.transfer.kv_publisher import publishing_ports
 
 pytestmark = needs_helm
 
@@ -72,7 +78,7 @@ def test_probes_are_patient_and_ask_for_the_end_of_work(case: str) -> None:
         # A gateway that is being replaced must not take its pod along.
         assert probes["liveness"]["httpGet"]["path"] == "/api/local_raylet_healthz"
         if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway":
-            assert probes["readiness"]["httpGet"] == {"path": "/health", "port": "http"}
+            assert {"path": "/health", "port": "http"}.items() <= probes["readiness"]["httpGet"].items()
 
 
 @cases
@@ -83,6 +89,9 @@ def test_services_and_budgets_meet_pods(case: str) -> None:
         selector = dict(service["spec"]["selector"])
         if service["metadata"]["name"].endswith("-own") or not CASES[case].get("service", {}).get("release"):
             found = [name for name, has in labels.items() if selects(selector, has)]
+            if service["spec"].get("clusterIP") == "None":  # of KV events
+                assert set(found) == {name for name in labels if name.startswith(("prefill", "decode"))}
+                continue
             assert found == ["gateway"]
             assert service["spec"]["ports"][0]["targetPort"] in ports(pods(manifests)["gateway"])
     for budget in of_kind(manifests, "PodDisruptionBudget"):
@@ -106,6 +115,11 @@ def test_what_scales_by_load_asks_for_metrics_that_there_are(case: str) -> None:
     assert of_kind(manifests, "ScaledObject") or of_kind(manifests, "HorizontalPodAutoscaler")
 
 
+def settings_of(manifests: list[Manifest]) -> ClusterConfig:
+    (config,) = (one["data"]["baton.yaml"] for one in of_kind(manifests, "ConfigMap") if "baton.yaml" in one["data"])
+    return merge([Layer("chart", yaml.safe_load(config))])[0]
+
+
 def allowed(policies: list[Manifest], labels: dict[str, str], direction: str) -> list[dict[str, Any]] | None:
     """The rules for a pod; None: nobody closed it."""
     specs = [one["spec"] for one in policies if direction.title() in one["spec"]["policyTypes"]]
@@ -127,7 +141,17 @@ def test_everything_is_closed_and_what_is_needed_is_open(case: str) -> None:
         for rule in incoming:
             if "from" not in rule:  # everybody
                 assert [port["port"] for port in rule["ports"]] == ["http"], name
-            assert {port["port"] for port in rule.get("ports", [])} <= set(has), name
+            named = {port["port"] for port in rule.get("ports", []) if "endPort" not in port}
+            assert named <= set(has), name
         assert any(port["port"] == 53 for rule in outgoing for port in rule.get("ports", [])), name
+        if "kvEvents" in CASES[case] and name.startswith(("prefill", "decode")):
+            (rule,) = (one for one in incoming if any("endPort" in port for port in one.get("ports", [])))
+            assert rule["from"] == CASES[case]["kvEvents"]["from"]
+            open_ports = {n for port in rule["ports"] for n in range(port["port"], port["endPort"] + 1)}
+            settings = settings_of(manifests)
+            assert settings.kv_events.publish
+            for role, workers in (("prefill", settings.prefill), ("decode", settings.decode)):
+                for number in range(workers):
+                    assert set(publishing_ports(WorkerId(f"{role}-{number}"), settings.kv_events)) <= open_ports
         if name == "head":
             assert any(port["port"] == "dashboard" for rule in incoming for port in rule.get("ports", []))

@@ -27,8 +27,10 @@ def commands(cluster: dict[str, Any], kind: str) -> list[str]:
     return [str(line) for line in cluster[f"{kind}_start_ray_commands"]]
 
 
-def start_options(command: str) -> dict[str, Any]:
-    """Of a `ray start`, as Ray's own command line reads them; what the shell would fill in is made up."""
+def start_options(command: str, more: str = "") -> dict[str, Any]:
+    """Of a `ray start`, as Ray's own command line reads them; what the shell would fill in is made up, and `more` is
+    what ~/baton-redis adds."""
+    command = command.replace("$BATON_HEAD_OPTIONS", more)
     command = re.sub(r"\$\(cat ~/baton-role\)", "decode", command).replace("$(hostname -I | cut -d' ' -f1)", "10.0.0.1")
     words = shlex.split(command.rpartition("ray start ")[2].replace("$RAY_HEAD_IP", "10.0.0.1"))
     with warnings.catch_warnings():  # of libraries that Ray's command line imports
@@ -92,6 +94,18 @@ def test_nodes_get_the_wheel_the_lock_and_the_token(name: str) -> None:
     for needed in ("~/baton-dist/", "~/baton-requirements.lock", "chmod 600 ~/.ray/auth_token", "RAY_AUTH_MODE=token"):
         assert needed in told
     assert set(mounts) == {"~/baton-dist", "~/baton-requirements.lock", "~/baton.yaml", "~/.ray/auth_token"}
+
+
+def test_a_head_takes_what_its_redis_file_says() -> None:
+    text = (FOLDER / "redis.env").read_text()
+    command = commands(CLUSTERS["on-premise"], "head")[1]
+    assert command.index(". ~/baton-redis") < command.index("ray start") < command.index("$BATON_HEAD_OPTIONS")
+    (more,) = re.findall("BATON_HEAD_OPTIONS='(.*)'", text)
+    options = start_options(command, shlex.quote(more.split()[0]) + " " + shlex.quote(more.split()[1]))
+    assert options["redis_password"] == "yours"
+    assert set(options["system_config"]) == {"gcs_rpc_server_reconnect_timeout_s"}
+    assert start_options(command)["redis_password"] == ""
+    assert "export RAY_REDIS_ADDRESS=" in text  # Ray takes it from its environment
 
 
 def test_the_documents_name_every_file() -> None:

@@ -37,6 +37,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* "https" where gateways have a certificate: the chart's Secret, or files that config names. */}}
+{{- define "baton.scheme" -}}
+{{- ternary "https" "http" (not (not (or .Values.tls.existingSecret (dig "gateway" "tls_cert" "" .Values.config)))) -}}
+{{- end -}}
+
 {{- define "baton.tokenSecret" -}}
 {{ default (printf "%s-ray-token" (include "baton.fullname" .)) .Values.auth.existingSecret }}
 {{- end -}}
@@ -64,6 +69,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and (or .Values.ingress.enabled (ne .Values.service.type "ClusterIP")) (not .Values.apiKeys.existingSecret) (not $open) -}}
 {{- fail "apiKeys.existingSecret: whoever reaches the gateways from outside would use them; or config.gateway.open_to_network: true" -}}
 {{- end -}}
+{{- with .Values.gcsFaultTolerance -}}
+{{- if and (or .redisPasswordSecret .redisUsername) (not .redisAddress) }}{{ fail "gcsFaultTolerance.redisAddress: whose password is it?" }}{{ end -}}
+{{- end -}}
+{{- if and .Values.kvEvents.from (not .Values.kvEvents.enabled) }}{{ fail "kvEvents.from: there are no events; kvEvents.enabled" }}{{ end -}}
 {{- range $name, $group := .Values.groups -}}
 {{- if and (eq $group.role "gateway") (gt (int (default 1 $group.workersPerPod)) 1) -}}
 {{- fail (printf "groups.%s.workersPerPod: gateways of one pod would want one port" $name) -}}
@@ -87,6 +96,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
     "api_keys_file" (ternary "/etc/baton/api-keys/keys.yaml" "" (not (not .Values.apiKeys.existingSecret))))
   "liveness" (dict "start_deadline_s" .Values.deployer.startSeconds)
 -}}
+{{- if .Values.tls.existingSecret -}}
+{{- $_ := merge $decided.gateway (dict "tls_cert" "/etc/baton/tls/tls.crt" "tls_key" "/etc/baton/tls/tls.key") -}}
+{{- end -}}
+{{- if .Values.kvEvents.enabled }}{{ $_ := set $decided "kv_events" (dict "publish" true "host" "0.0.0.0") }}{{ end -}}
 {{- mergeOverwrite $decided (deepCopy .Values.config) | toYaml -}}
 {{- end -}}
 
@@ -118,6 +131,9 @@ metadata:
     {{- include "baton.selectorLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .role }}
     baton/group: {{ .name }}
+    {{- if and $root.Values.kvEvents.enabled (has .role (list "prefill" "decode")) }}
+    baton/kv-events: "true"
+    {{- end }}
     {{- with $pod.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -185,6 +201,9 @@ spec:
         - {name: models, mountPath: {{ $root.Values.model.mountPath }}, readOnly: true}
         {{- end }}
         {{- if eq .role "gateway" }}
+        {{- if $root.Values.tls.existingSecret }}
+        - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+        {{- end }}
         {{- if $root.Values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
         {{- end }}
@@ -209,6 +228,10 @@ spec:
       persistentVolumeClaim: {claimName: {{ $root.Values.model.existingClaim }}, readOnly: true}
     {{- end }}
     {{- if eq .role "gateway" }}
+    {{- if $root.Values.tls.existingSecret }}
+    - name: tls
+      secret: {secretName: {{ $root.Values.tls.existingSecret }}, defaultMode: 0440}
+    {{- end }}
     {{- if $root.Values.apiKeys.existingSecret }}
     - name: api-keys
       secret: {secretName: {{ $root.Values.apiKeys.existingSecret }}, defaultMode: 0440}
@@ -267,7 +290,7 @@ readinessProbe:
   {{- if eq .role "head" }}
   httpGet: {path: /api/gcs_healthz, port: dashboard}
   {{- else if eq .role "gateway" }}
-  httpGet: {path: /health, port: http}
+  httpGet: {path: /health, port: http{{ if eq (include "baton.scheme" .root) "https" }}, scheme: HTTPS{{ end }}}
   {{- else }}
   httpGet: {path: /api/local_raylet_healthz, port: raylet-health}
   {{- end }}
