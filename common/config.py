@@ -47,6 +47,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int | None = None  # None: what the model can, at most what a pool holds
     attention: Literal["auto", "compiled", "torch"] = "auto"  # auto: compiled when a C++ compiler is there
+    forward_path: Literal["fastest", "fused", "generic"] = "fastest"  # fastest: fused for architectures that have it
     thinking_start: str = "<think>"  # the token that begins a reasoning model's thinking
 
 

@@ -44,10 +44,10 @@ class GatedMlp(nn.Module):
     def __init__(self, block: nn.Module, scratch: Scratch) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (getattr(block, part) for part in PARTS)
-        self._scratch = scratch if isinstance(self.gate_proj, CompiledLinear) else None
+        self._scratch = scratch if self.gate_proj.dtype == torch.float32 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._scratch is not None:
+        if self._scratch is not None and isinstance(self.gate_proj, CompiledLinear):
             gate, up = self._scratch.pair(x.shape, self.gate_proj.out_features)
             self.gate_proj(x, gate)
             self.up_proj(x, up)

@@ -1,4 +1,4 @@
-"""The compiled kernels (attention, float32 linear layers, pointwise): built once per machine and called through ctypes.
+"""The compiled kernels (attention, linear layers, pointwise, steps): built once per machine, called through ctypes.
 
 Owns: the foreign signatures, and the flags of the build (`native` builds). A call releases the interpreter lock, so
 that the I/O thread runs while a step computes. Never: decides what happens without a compiler (`backends` does).
@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, StepArgs
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
 from baton.common.model.cache import Progress, silent
 from baton.common.native import NativeLibrary, built
@@ -51,7 +52,7 @@ class LinearArgs(ctypes.Structure):
     """`LinearArgs` in csrc/linear.cpp, field for field."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("rows", "inputs", "outputs")),
+        *((name, c_int64) for name in ("is_bf16", "rows", "inputs", "outputs")),
         *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
     ]
 
@@ -88,11 +89,22 @@ class Kernels:
         self.linear = self._function("linear", LinearArgs)
         self.norm = self._function("norm", NormArgs)
         self.silu = self._function("silu", SiluArgs)
+        self.forward = self._function("forward", StepArgs)
+        self._check_size("forward_model_bytes", ModelArgs)
+        self._check_size("forward_layer_bytes", LayerArgs)
+        self.forward_workspace_bytes = self._library["baton_forward_workspace_bytes"]
+        self.forward_workspace_bytes.argtypes = [ctypes.POINTER(StepArgs)]
+        self.forward_workspace_bytes.restype = c_int64
+        self.matrix_units = bool(self._library["baton_has_matrix_units"]())
+        """Whether products of bfloat16 use them."""
 
-    def _function(self, name: str, args: type[ctypes.Structure]) -> Callable[[object], None]:
-        size = self._library[f"baton_{name}_args_bytes"]
+    def _check_size(self, name: str, args: type[ctypes.Structure]) -> None:
+        size = self._library[f"baton_{name}"]
         size.restype = c_int64
         assert size() == ctypes.sizeof(args), f"{args.__name__} differs in C++ and Python"
+
+    def _function(self, name: str, args: type[ctypes.Structure]) -> Callable[[object], None]:
+        self._check_size(f"{name}_args_bytes", args)
         function = self._library[f"baton_{name}"]
         function.argtypes, function.restype = [ctypes.POINTER(args)], None
         return function

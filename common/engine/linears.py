@@ -1,9 +1,9 @@
 """Linear layers with weights repacked once, for products that read them in one stream.
 
 Plain `nn.Linear` walks its weight badly for small batches, which costs most of what `transformers` loses there. Float32
-uses our kernel: as fast as the vendor's, and each row's result is independent of its batch to the bit, so an answer
-continued on another worker is the same answer. Bfloat16 uses oneDNN's packed product (matrix units for every batch
-size), where the last bit of a row may depend on how many rows it is computed with.
+and bfloat16 use our product (csrc/matrix.h): each row's result is independent of its batch to the bit, so an answer
+continued on another worker is the same answer. What our product does not take, and all where there is no compiler, goes
+to oneDNN's packed product, where the last bit of a row may depend on how many rows it is computed with.
 Owns: the replacement of a model's linear layers. Never: keeps a second copy of a weight.
 """
 
@@ -18,43 +18,39 @@ from baton.common.engine.children import children_of
 from baton.common.engine.kernels import Kernels, LinearArgs
 from baton.common.memory import system_memory
 
-PANEL = 64  # kPanel in csrc/linear.cpp
+PANEL = 16  # kPanel in csrc/matrix.h
+_STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs that lie side by side in a panel
 
 
 class CompiledLinear(nn.Module):
-    """`y = x W^T + b` in float32. Used by one thread at a time (the arguments are kept between calls)."""
-
-    dtype = torch.float32
+    """`y = x W^T + b`. Used by one thread at a time (the arguments are kept between calls)."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels, memory: torch.Tensor) -> None:
-        """Packs the weight into `memory`, float32 [packed_floats(linear)]."""
+        """Packs the weight into `memory`, [packed_size(linear)] of its dtype."""
         super().__init__()
+        self.dtype = linear.weight.dtype
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        self.weight = torch.empty(0, dtype=torch.float32)  # some models ask for its dtype
-        panels = memory.view(-1, linear.in_features, PANEL)
-        whole = linear.out_features // PANEL
-        weight = linear.weight.detach()
-        panels[:whole] = weight[: whole * PANEL].view(whole, PANEL, linear.in_features).transpose(1, 2)
-        if whole < len(panels):
-            rest = linear.out_features - whole * PANEL
-            panels[whole, :, :rest] = weight[whole * PANEL :].t()
-            panels[whole, :, rest:] = 0
-        self._packed = memory
+        self.weight = torch.empty(0, dtype=self.dtype)  # some models ask for its dtype
+        _pack(linear.weight.detach(), memory)
+        self.packed = memory
+        self.float_bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self._linear = kernels.linear
         self._args = LinearArgs(
+            is_bf16=self.dtype == torch.bfloat16,
             inputs=linear.in_features,
             outputs=linear.out_features,
             packed=memory.data_ptr(),
-            bias=None if linear.bias is None else linear.bias.data_ptr(),
+            bias=None if self.float_bias is None else self.float_bias.data_ptr(),
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        """Into `y` (dense, float32) where the caller has memory for it."""
+        """Into `y` (dense, of the layer's dtype) where the caller has memory for it."""
+        assert x.dtype == self.dtype, (x.dtype, self.dtype)
         x = x.contiguous()
         if y is None:
-            y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+            y = torch.empty((*x.shape[:-1], self.out_features), dtype=self.dtype)
         args = self._args
         args.rows, args.x, args.y = x.numel() // self.in_features, x.data_ptr(), y.data_ptr()
         self._linear(ctypes.byref(args))
@@ -78,21 +74,38 @@ class OneDnnLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
-    """Replaces every plain linear layer of `model`. Without `kernels` float32 goes to oneDNN too; where that is missing
-    as well, layers stay as they are."""
+    """Replaces every plain linear layer of `model`: by our product where we have one, else by oneDNN's. Where that is
+    missing as well, layers stay as they are."""
     found = [(parent, name, child) for parent, name, child in children_of(model) if type(child) is nn.Linear]
-    compiled = [child for _, _, child in found if kernels is not None and child.weight.dtype == torch.float32]
-    floats = sum(packed_floats(child) for child in compiled)
-    arena = system_memory(4 * floats).view(torch.float32) if floats else torch.empty(0)  # one block: one stream
+    compiled = [child for _, _, child in found if kernels is not None and _has_product(child)]
+    nbytes = sum(packed_size(child) * child.weight.itemsize for child in compiled)
+    arena = system_memory(nbytes) if nbytes else torch.empty(0)  # one block: one stream
     for parent, name, child in found:
-        if kernels is not None and child.weight.dtype == torch.float32:
-            size = packed_floats(child)
-            setattr(parent, name, CompiledLinear(child, kernels, arena[:size]))
+        if kernels is not None and _has_product(child):
+            size = packed_size(child) * child.weight.itemsize
+            setattr(parent, name, CompiledLinear(child, kernels, arena[:size].view(child.weight.dtype)))
             arena = arena[size:]
         elif torch._C._has_mkldnn:
             setattr(parent, name, OneDnnLinear(child))
 
 
-def packed_floats(linear: nn.Linear) -> int:
-    """Floats of a packed weight: outputs rounded up to whole panels."""
+def packed_size(linear: nn.Linear) -> int:
+    """Elements of a packed weight: outputs rounded up to whole panels."""
     return -(-linear.out_features // PANEL) * PANEL * linear.in_features
+
+
+def _has_product(linear: nn.Linear) -> bool:
+    step = _STEP.get(linear.weight.dtype)
+    return step is not None and linear.in_features % step == 0
+
+
+def _pack(weight: torch.Tensor, memory: torch.Tensor) -> None:
+    outputs, inputs = weight.shape
+    step = _STEP[weight.dtype]
+    panels = memory.view(-1, inputs // step, PANEL, step)
+    whole, rest = divmod(outputs, PANEL)
+    split = weight[: whole * PANEL].view(whole, PANEL, inputs // step, step)
+    panels[:whole] = split.transpose(1, 2)
+    if rest:
+        panels[whole, :, :rest] = weight[whole * PANEL :].view(rest, inputs // step, step).transpose(0, 1)
+        panels[whole, :, rest:] = 0

@@ -29,13 +29,14 @@ class CompiledRmsNorm(nn.Module):
         assert isinstance(weight, torch.Tensor)
         self.weight = weight
         self._plain = norm.forward
-        self._weight = (weight.detach().float() + shift).contiguous()
+        self.float_weight = (weight.detach().float() + shift).contiguous()
+        self.eps = eps
         self._size = len(weight)
         self._norm = kernels.norm
         self._args = NormArgs(
             is_bf16=weight.dtype == torch.bfloat16,
             size=self._size,
-            weight=self._weight.data_ptr(),
+            weight=self.float_weight.data_ptr(),
             eps=eps,
             round_first=round_first,
         )

@@ -1,7 +1,7 @@
-"""Runs `transformers` models over our paged KV pools: causal language models, unchanged.
+"""Runs `transformers` models over our paged KV pools: causal language models.
 
-The model's attention is replaced through `AttentionInterface`; a packed batch of ragged rows goes through as one
-sequence with explicit positions, so prefill, chunks and decode are the same forward pass and nothing is padded.
+A step goes through the model's own modules (`module_forward`) or, for the Llama family, through one call that computes
+the same over the same weights (`fused`).
 Recurrent layers know rows only as a batch of equal lengths: such a model computes the rows of one token in one pass and
 each longer row in a pass of its own, from and to the rows' slots.
 Owns: the model, its KV memory and torch's thread count in this process. Never: allocates pages or slots, keeps a
@@ -13,12 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from msgspec import structs
-from torch import nn
 
 from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import (
@@ -34,12 +33,16 @@ from baton.common.engine.batch import (
     pack_batch,
     tell_nobody,
 )
+from baton.common.engine.fused.choice import PathChoice, Subject, choose_path
+from baton.common.engine.fused.forward import FusedForward
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
 from baton.common.engine.linears import pack_linears
+from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.packing import take_rows
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
+from baton.common.engine.paged_attention import AttentionParams
 from baton.common.engine.pointwise import replace_pointwise
+from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
 from baton.common.engine.state_cache import SlotCache
@@ -55,30 +58,8 @@ from baton.common.prompt_logprobs import PromptLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTENTION_NAME = "baton_paged"
-
 NumPages = int | Mapping[Component, int]
 """Pages and slots of each component, the null page counted. A number alone is for models that have one component."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where an attention layer has its K and V in this step: the pool of its group, and its place within the group."""
-
-    pool: torch.Tensor
-    index: int
-    plan: AttentionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What reaches a layer's attention as the keyword `paged`."""
-
-    places: Mapping[int, LayerPlace]
-    backend: PagedAttention
-    seen: list[tuple[int, int]]  # (layer, window), as they came
-    reports: Mapping[int, int]  # layer -> what to tell `on_layers` when its keys and values are in the pages
-    on_layers: OnLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +86,7 @@ class TorchRunner:
         page_size: int,
         sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
+        forward_path: PathChoice = "fastest",
         threads: int | None = None,
         shared: bool = False,
         guides: Guides | None = None,
@@ -116,6 +98,7 @@ class TorchRunner:
             torch.set_num_threads(threads)
         backends = choose_backends(attention, info.head_dim, progress)
         self.attention = backends.attention
+        self._fused: FusedForward | None = None
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
@@ -124,13 +107,14 @@ class TorchRunner:
         buffers = self._make_buffers(dtype, num_pages, page_size, shared)
         self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
         self.model = model
-        _register_attention()
-        model.set_attn_implementation(ATTENTION_NAME)
         pack_linears(model, backends.kernels)
         if backends.kernels is not None:
             replace_pointwise(model, backends.kernels)
             replace_gated_mlps(model)
-        self._check_layers()
+        pools = [PoolLayers(pool, self._groups.of(component)) for component, pool in self._pools.items()]
+        self._modules = ModuleForward(model, backends.attention, pools)
+        subject = Subject(model, backends, pools, self._check_layers())
+        self._fused = choose_path(forward_path, subject)
 
     @classmethod
     def load(
@@ -142,6 +126,7 @@ class TorchRunner:
         page_size: int,
         sliding_groups: bool = True,
         attention: AttentionChoice = "auto",
+        forward_path: PathChoice = "fastest",
         threads: int | None = None,
         shared: bool = False,
         progress: Progress = silent,
@@ -158,6 +143,7 @@ class TorchRunner:
             page_size=page_size,
             sliding_groups=sliding_groups,
             attention=attention,
+            forward_path=forward_path,
             threads=threads,
             shared=shared,
             guides=Guides(lambda: model_vocabulary(load_tokenizer(spec), info.vocab_size, info.eos_token_ids)),
@@ -257,7 +243,7 @@ class TorchRunner:
         """All of a step. Logits after the tokens `asked` (places among the step's) in their order, None when there are
         none."""
         if self._states is None:
-            return self._forward(batch, asked, None, [], on_layers)
+            return self._forward(batch, asked, None, on_layers)
         assert batch.state_slots is not None
         assert len(set(batch.state_slots.tolist())) == batch.num_rows, "two rows would write one state"
         for source, target in () if batch.state_copies is None else batch.state_copies.tolist():
@@ -272,7 +258,7 @@ class TorchRunner:
             part = batch if len(passes) == 1 else take_rows(batch, members)
             if members is passes[-1]:  # only then a layer of all rows is there
                 part = structs.replace(part, report_after=batch.report_after)
-            logits = self._forward(part, places, self._slot_cache(part), [], on_layers)
+            logits = self._forward(part, places, self._slot_cache(part), on_layers)
             if logits is not None:
                 found |= dict(zip(tokens[places].tolist(), logits, strict=True))
         return torch.stack([found[token] for token in asked.tolist()]) if len(asked) else None
@@ -285,44 +271,13 @@ class TorchRunner:
         return SlotCache(self._states, places, batch.state_slots.tolist())
 
     def _forward(
-        self,
-        batch: Batch,
-        asked: I64,
-        cache: SlotCache | None,
-        seen: list[tuple[int, int]],
-        on_layers: OnLayers = tell_nobody,
+        self, batch: Batch, asked: I64, cache: SlotCache | None, on_layers: OnLayers = tell_nobody
     ) -> torch.Tensor | None:
         """One pass; its logits after the tokens `asked`. With `cache` the rows are a batch of rows of one token each,
         or one row."""
-        context = StepContext(self._places(batch), self.attention, seen, self._reports(batch), on_layers)
-        shape = (batch.num_rows, -1) if cache is not None else (1, -1)
-        # Where nothing is asked the head (a third of a small model) is not computed.
-        run = self.model if len(asked) else self.model.base_model
-        keywords: dict[str, object] = {} if cache is None else {"cache": cache}
-        if len(asked) and shape[0] == 1:
-            keywords["logits_to_keep"] = torch.from_numpy(asked)
-        with torch.inference_mode():
-            output = run(
-                input_ids=torch.from_numpy(batch.input_ids).view(shape),
-                position_ids=torch.from_numpy(batch.positions).view(shape),
-                use_cache=False,
-                paged=context,
-                **keywords,
-            )
-        if cache is not None:
-            cache.store()
-        if not len(asked):
-            return None
-        logits: torch.Tensor = output.logits
-        return logits[0] if shape[0] == 1 else logits[torch.from_numpy(asked), 0]
-
-    def _places(self, batch: Batch) -> dict[int, LayerPlace]:
-        places: dict[int, LayerPlace] = {}
-        for table, (component, pool) in zip((batch.main, batch.swa), self._pools.items(), strict=False):
-            assert table is not None, "this model's sliding layers have a pool of their own"
-            plan = AttentionPlan.of(batch, table)
-            places |= {layer: LayerPlace(pool, i, plan) for i, layer in enumerate(self._groups.of(component))}
-        return places
+        if self._fused is not None:
+            return self._fused.run(batch, asked, self._reports(batch), on_layers)
+        return self._modules.run(batch, asked, self._reports(batch), on_layers, cache)
 
     def _reports(self, batch: Batch) -> dict[int, int]:
         if not batch.report_after:
@@ -330,9 +285,15 @@ class TorchRunner:
         layers = self._groups.of(next(iter(self._pools)))
         return {layers[count - 1]: count for count in batch.report_after}
 
-    def _check_layers(self) -> None:
-        """One token through the null page and slot: every layer must come to our attention or to its state once, in
-        order, with the window and the shapes that its pool was made for. Also pays what the first step would pay."""
+    @property
+    def forward_path(self) -> Literal["fused", "generic"]:
+        """What computes a step."""
+        return "generic" if self._fused is None else "fused"
+
+    def _check_layers(self) -> list[AttentionParams]:
+        """One token through the null page and slot of the generic path: every layer must come to our attention or to
+        its state once, in order, with the window and the shapes that its pool was made for. What each asked of our
+        attention. Also pays what the first step would pay."""
         layout, info = self.memory.layout, self.info
         null = np.zeros(1, np.int32)
         row = BatchRow(
@@ -341,9 +302,9 @@ class TorchRunner:
         batch = pack_batch([row], layout.page_size)
         if layout.state:
             batch = structs.replace(batch, state_slots=null)
-        cache, seen = self._slot_cache(batch), list[tuple[int, int]]()
-        logits = self._forward(batch, np.zeros(1, np.int64), cache, seen)
-        attended = [(layer, window if window < info.max_positions else 0) for layer, window in seen]
+        cache, seen = self._slot_cache(batch), list[tuple[int, AttentionParams]]()
+        logits = self._modules.run(batch, np.zeros(1, np.int64), {}, tell_nobody, cache, seen)
+        attended = [(layer, one.window if one.window < info.max_positions else 0) for layer, one in seen]
         expected = [(layer, info.groups.window * (layer in info.groups.sliding)) for layer in info.groups.attention]
         recurrent = () if cache is None else cache.layers_seen
         if attended != expected or recurrent != info.groups.recurrent:
@@ -351,6 +312,7 @@ class TorchRunner:
             raise ConfigError(FIELD, info.name, reason, f"(layer, window) {attended}, recurrent {recurrent}")
         if logits is None or logits.shape != (1, self.vocab_size):
             raise ConfigError(FIELD, info.name, f"architecture {info.architecture} gives no logits of its vocabulary")
+        return [params for _, params in seen]
 
 
 def _last_tokens(batch: Batch, rows: tuple[int, ...]) -> I64:
@@ -383,42 +345,3 @@ def _histories(batch: Batch, rows: tuple[int, ...]) -> dict[int, History]:
         return {}
     keys = [batch.keys[row] for row in rows]
     return {place: batch.histories[key] for place, key in enumerate(keys) if key in batch.histories}
-
-
-def _register_attention() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, _paged_attention)
-
-
-def _paged_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    *,
-    paged: StepContext,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """What `transformers` calls in each layer: tensors are [batch, heads, tokens, head_dim], keys already rotated.
-    Batch and tokens together are the step's tokens."""
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    place = paged.places[layer]
-    params = AttentionParams(
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
-    heads = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    out = paged.backend.attend(heads[0], heads[1], heads[2], place.pool, place.index, place.plan, params)
-    paged.seen.append((layer, params.window))
-    if layer in paged.reports:
-        paged.on_layers(paged.reports[layer])
-    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None

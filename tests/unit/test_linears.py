@@ -34,10 +34,28 @@ def test_float32_layers_agree(kernels: Kernels, rows: int) -> None:
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels) -> None:
-    layer = nn.Sequential(nn.Linear(576, 200))
+@pytest.mark.parametrize("inputs", [576, 70])  # with and without matrix units, where the processor has them
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 97, 200])
+def test_bfloat16_layers_agree(kernels: Kernels, rows: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(inputs, 150), nn.Linear(inputs, 3, bias=False)).to(torch.bfloat16)
+    packed = nn.Sequential(*layers)  # its own list of the same layers
+    pack_linears(packed, kernels)
+    for layer, ours in zip(layers, packed, strict=True):
+        assert isinstance(ours, CompiledLinear)
+        x = torch.randn(1, rows, inputs).to(torch.bfloat16)
+        with torch.inference_mode():
+            exact = nn.functional.linear(
+                x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+            )
+            torch.testing.assert_close(ours(x).double(), exact, atol=1e-5, rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+    layer = nn.Sequential(nn.Linear(576, 200)).to(dtype)
     pack_linears(layer, kernels)
-    x = torch.randn(150, 576)
+    x = torch.randn(150, 576).to(dtype)
     with torch.inference_mode():
         whole = layer(x)
         assert all(torch.equal(layer(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (149, 1), (3, 8), (50, 99)))

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "activation.h"
 #include "simd.h"
 
 using namespace baton;
@@ -54,11 +55,6 @@ void normalise(const NormArgs& a) {
             store16(y + i, (a.round_first ? rounded<T>(scaled) : scaled) * load16(a.weight + i));
         }
     }
-}
-
-f32x16 silu16(f32x16 x) {
-    const f32x16 e = exp16(x < 0.0f ? x : -x);  // of -|x|: never overflows
-    return x * (x < 0.0f ? e : splat16(1.0f)) / (1.0f + e);
 }
 
 // SiLU is rounded before it is multiplied: that is what two operations do.

@@ -1,0 +1,382 @@
+// Attention over paged KV for packed ragged batches, in pieces that any thread may take.
+//
+// Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values
+// are small products over the (query, head of the group) pairs. What is computed for a query depends on its own row
+// alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the
+// number of threads changes a bit of its result.
+//
+// Keys before the window of an item's first query may lie in dead pages (page id 0). Their scores are overwritten and
+// their values take no part in a sum: whatever lies there, a NaN even, changes nothing.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "memory.h"
+#include "product.h"
+
+namespace baton {
+
+constexpr int64_t kKeyBlock = 64;  // keys per block
+constexpr int64_t kSpan = 512;  // keys whose softmax is summed apart and joined to the spans before it
+constexpr int64_t kQueryRows = 144;  // (query, head of the group) pairs per work item, at most
+constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds below which waking threads costs more than it brings
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+// Mirrored by `_AttendArgs` in paged_attention.py. Strides count elements.
+struct AttendArgs {
+    int64_t is_bf16;
+    void* pool;  // [pages][layers][2][kv_heads][page_size][head_dim]
+    int64_t num_layers, layer, kv_heads, page_size, head_dim, q_heads;
+    int64_t num_rows, num_tokens;
+    int64_t max_queries;  // rows with more only get their K and V written
+    const int64_t* slots;
+    const int32_t *q_offsets, *kv_lens, *page_offsets, *page_ids;
+    const void *query, *key, *value;
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
+    void* out;  // [tokens][q_heads][head_dim], dense
+    double scale, softcap;
+    int64_t window;
+    const float* sinks;  // [q_heads] or null
+
+    int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+};
+
+// One unit of work: queries [q_begin, q_end) of a row (positions in the sequence), one kv head, and keys [key_begin,
+// key_end) from a block boundary on. `partial` is where the result of one span goes, -1 when it is the whole.
+struct Item {
+    int32_t row;
+    int32_t kv_head;
+    int64_t q_begin, q_end;
+    int64_t key_begin, key_end;
+    int64_t partial;
+};
+
+// exp(score - maximum) in place; returns the sum. `padded` is a multiple of 16.
+inline float exponentiate(float* scores, int64_t padded, float maximum) {
+    f32x16 total = {};
+    for (int64_t j = 0; j < padded; j += 16) {
+        const f32x16 weight = exp16(load16(scores + j) - maximum);
+        store16(scores + j, weight);
+        total += weight;
+    }
+    return sum_of(total);
+}
+
+// Memory of one thread.
+inline std::vector<float>& floats_of_thread() {
+    thread_local std::vector<float> memory;
+    return memory;
+}
+
+template <class T>
+inline std::vector<const T*>& pointers_of_thread() {
+    thread_local std::vector<const T*> memory;
+    return memory;
+}
+
+// What is to be computed for a step's rows. Depends on the rows, the heads and the window: the same for all layers that
+// share those.
+struct AttentionPlan {
+    struct Merge {
+        int32_t row, kv_head;
+        int64_t first, count;  // partial results
+    };
+
+    explicit AttentionPlan(const AttendArgs& args) : group(args.q_heads / args.kv_heads) {
+        const int64_t block = std::max<int64_t>(1, kQueryRows / group);
+        for (int32_t row = 0; row < args.num_rows; ++row) {
+            const int64_t end = args.kv_lens[row], begin = end - (args.q_offsets[row + 1] - args.q_offsets[row]);
+            work += (end - begin) * (end - args.first_visible(begin)) * args.q_heads * args.head_dim;
+            if (end - begin > args.max_queries) continue;
+            for (int32_t head = 0; head < args.kv_heads; ++head) {
+                if (end - begin == 1) {
+                    plan_spans(args, row, head, end);
+                    continue;
+                }
+                for (int64_t q_end = end; q_end > begin; q_end -= block) {  // from the end: the costly ones come first
+                    const int64_t q_begin = std::max(begin, q_end - block);
+                    items.push_back({row, head, q_begin, q_end, first_block(args, q_begin), q_end, -1});
+                }
+            }
+        }
+    }
+
+    int64_t partial_floats(int64_t head_dim) const { return num_partials * group * (head_dim + 2); }
+
+    std::vector<Item> items;
+    std::vector<Merge> merges;
+    int64_t num_partials = 0, work = 0;
+    const int64_t group;
+
+  private:
+    // A row of one query has too little work for the threads unless its spans of keys are shared out.
+    void plan_spans(const AttendArgs& args, int32_t row, int32_t head, int64_t end) {
+        const int64_t begin = first_block(args, end - 1), first = begin / kSpan, last = (end - 1) / kSpan;
+        if (first < last) merges.push_back({row, head, num_partials, last - first + 1});
+        for (int64_t span = first; span <= last; ++span)
+            items.push_back({row, head, end - 1, end, std::max(begin, span * kSpan), std::min(end, (span + 1) * kSpan),
+                             first < last ? num_partials++ : -1});
+    }
+
+    static int64_t first_block(const AttendArgs& args, int64_t position) {
+        return args.first_visible(position) / kKeyBlock * kKeyBlock;
+    }
+};
+
+template <class T>
+class Attention {
+  public:
+    // `partials`: memory for what the plan's partial results take.
+    Attention(const AttendArgs& args, float* partials)
+        : a_(args),
+          group_(args.q_heads / args.kv_heads),
+          dim_(args.head_dim),
+          pool_(static_cast<T*>(args.pool)),
+          partials_(partials) {}
+
+    void write_token(int64_t token) const {
+        const int64_t page = a_.slots[token] / a_.page_size, offset = a_.slots[token] % a_.page_size;
+        for (int64_t head = 0; head < a_.kv_heads; ++head) {
+            std::copy_n(static_cast<const T*>(a_.key) + token * a_.key_token + head * a_.key_head, dim_,
+                        place_in_pool(page, 0, head, offset));
+            std::copy_n(static_cast<const T*>(a_.value) + token * a_.value_token + head * a_.value_head, dim_,
+                        place_in_pool(page, 1, head, offset));
+        }
+    }
+
+    // All queries of an item against its spans of keys, one after the other.
+    void attend(const Item& item) const {
+        const int64_t rows = (item.q_end - item.q_begin) * group_;
+        const Work work = work_memory(rows);
+        for (int64_t q = item.q_begin; q < item.q_end; ++q)
+            load_query(item.row, q, item.kv_head, work.query + (q - item.q_begin) * group_ * dim_);
+        clear(work.stats, work.values, rows);
+        for (int64_t key = item.key_begin; key < item.key_end;) {
+            const int64_t stop = std::min(item.key_end, (key / kSpan + 1) * kSpan);
+            attend_span(item, work, key, stop);
+            for (int64_t r = 0; r < rows; ++r)
+                join(work.stats + 2 * r, work.values + r * dim_, work.span_stats + 2 * r, work.span_values + r * dim_);
+            key = stop;
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t g = r % group_;
+            if (item.partial < 0) {
+                finish(item.row, item.q_begin + r / group_, item.kv_head * group_ + g, work.stats + 2 * r,
+                       work.values + r * dim_);
+                continue;
+            }
+            float* partial = partials_ + (item.partial * group_ + g) * (dim_ + 2);
+            std::copy_n(work.span_stats + 2 * r, 2, partial);
+            std::copy_n(work.span_values + r * dim_, dim_, partial + 2);
+        }
+    }
+
+    // Joins the spans of a decode row, first to last, as `attend` does for the rows that it walks alone.
+    void merge(const AttentionPlan::Merge& merge) const {
+        float *stats = at_least(floats_of_thread(), dim_ + 2), *values = stats + 2;
+        for (int64_t g = 0; g < group_; ++g) {
+            clear(stats, values, 1);
+            for (int64_t i = 0; i < merge.count; ++i) {
+                const float* partial = partials_ + ((merge.first + i) * group_ + g) * (dim_ + 2);
+                join(stats, values, partial, partial + 2);
+            }
+            finish(merge.row, a_.kv_lens[merge.row] - 1, merge.kv_head * group_ + g, stats, values);
+        }
+    }
+
+  private:
+    int64_t first_visible(int64_t position) const { return a_.first_visible(position); }
+
+    T* place_in_pool(int64_t page, int64_t kind, int64_t head, int64_t offset) const {
+        const int64_t plane = (page * a_.num_layers + a_.layer) * 2 + kind;
+        return pool_ + ((plane * a_.kv_heads + head) * a_.page_size + offset) * dim_;
+    }
+
+    // Addresses of K (kind 0) or V (kind 1) for tokens [begin, end) of a row.
+    void locate(int32_t row, int64_t kind, int64_t head, int64_t begin, int64_t end, const T** to) const {
+        const int32_t* pages = a_.page_ids + a_.page_offsets[row];
+        for (int64_t token = begin; token < end;) {
+            const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
+            const T* place = place_in_pool(pages[token / a_.page_size], kind, head, offset);
+            for (; token < stop; ++token, place += dim_) *to++ = place;
+        }
+    }
+
+    // Asks for K or V of these tokens to be brought near: pages lie apart, so the hardware does not foresee them.
+    void fetch(int32_t row, int64_t kind, int64_t head, int64_t begin, int64_t end) const {
+        const int32_t* pages = a_.page_ids + a_.page_offsets[row];
+        for (int64_t token = begin; token < end;) {
+            const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
+            const T* first = place_in_pool(pages[token / a_.page_size], kind, head, offset);
+            const char* place = reinterpret_cast<const char*>(first);
+            const int64_t bytes = (stop - token) * dim_ * static_cast<int64_t>(sizeof(T));
+            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(place + byte);
+            token = stop;
+        }
+    }
+
+    int64_t token_at(int32_t row, int64_t position) const {
+        return a_.q_offsets[row + 1] - a_.kv_lens[row] + position;
+    }
+
+    // The group's query heads at one position, scaled, as floats.
+    void load_query(int32_t row, int64_t position, int64_t kv_head, float* to) const {
+        const T* from = static_cast<const T*>(a_.query) + token_at(row, position) * a_.query_token;
+        for (int64_t g = 0; g < group_; ++g)
+            for (int64_t d = 0; d < dim_; d += 16)
+                store16(to + g * dim_ + d,
+                        load16(from + (kv_head * group_ + g) * a_.query_head + d) * static_cast<float>(a_.scale));
+    }
+
+    // Caps the scores, sets those outside [begin, end) to -inf, returns the maximum. `padded` is a multiple of 16.
+    float mask(float* scores, int64_t begin, int64_t end, int64_t padded) const {
+        if (a_.softcap != 0) {
+            const float cap = static_cast<float>(a_.softcap);
+            for (int64_t j = 0; j < padded; j += 16) store16(scores + j, cap * tanh16(load16(scores + j) / cap));
+        }
+        std::fill(scores, scores + begin, kNegInf);
+        std::fill(scores + end, scores + padded, kNegInf);
+        f32x16 top = load16(scores);
+        for (int64_t j = 16; j < padded; j += 16) top = max16(top, load16(scores + j));
+        return max_of(top);
+    }
+
+    // Divides by the sum and stores one head of one token. A sink takes its share of the sum and gives no value.
+    void finish(int32_t row, int64_t position, int64_t q_head, const float* stats, const float* values) const {
+        const float maximum = stats[0];
+        float sum = stats[1], factor = 1;
+        if (a_.sinks) {
+            const float top = std::max(maximum, a_.sinks[q_head]);
+            factor = std::exp(maximum - top);
+            sum = sum * factor + std::exp(a_.sinks[q_head] - top);
+        }
+        factor /= sum;
+        T* to = static_cast<T*>(a_.out) + (token_at(row, position) * a_.q_heads + q_head) * dim_;
+        for (int64_t d = 0; d < dim_; d += 16) store16(to + d, load16(values + d) * factor);
+    }
+
+    // Memory of one work item: for each (query, head of the group) the scaled query, its scores against one block, and
+    // what is summed so far, of this span and of all spans before it.
+    struct Work {
+        float *query, *scores, *keys_t, *value_block;
+        float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
+    };
+
+    Work work_memory(int64_t rows) const {
+        Work work;
+        work.query = at_least(floats_of_thread(), rows * (3 * dim_ + kKeyBlock + 4) + 2 * kKeyBlock * dim_);
+        work.scores = work.query + rows * dim_;
+        work.keys_t = work.scores + rows * kKeyBlock;
+        work.value_block = work.keys_t + kKeyBlock * dim_;
+        work.span_values = work.value_block + kKeyBlock * dim_;
+        work.values = work.span_values + rows * dim_;
+        work.span_stats = work.values + rows * dim_;
+        work.stats = work.span_stats + 2 * rows;
+        return work;
+    }
+
+    void clear(float* stats, float* values, int64_t rows) const {
+        std::fill_n(values, rows * dim_, 0.0f);
+        for (int64_t r = 0; r < rows; ++r) stats[2 * r] = kNegInf, stats[2 * r + 1] = 0;
+    }
+
+    // Keys [begin, end) of one span, block by block, into span_stats and span_values.
+    void attend_span(const Item& item, const Work& work, int64_t begin, int64_t end) const {
+        clear(work.span_stats, work.span_values, (item.q_end - item.q_begin) * group_);
+        for (int64_t block = begin; block < end; block += kKeyBlock) {
+            const int64_t count = std::min(kKeyBlock, end - block);
+            const float* const* value_rows = load_block(item, block, count, work.keys_t, work.value_block);
+            // The queries that see anything of this block follow one another.
+            int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
+            while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
+            const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
+            const int64_t width = (count + 15) / 16 * 16;
+            const int64_t unseen = std::max<int64_t>(0, first_visible(item.q_begin) - block);
+            std::fill_n(work.scores, active * kKeyBlock, 0.0f);
+            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores, kKeyBlock);
+            for (int64_t r = 0; r < active; ++r) {
+                const int64_t q = q_first + r / group_;
+                weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
+                      std::min(count, q + 1 - block), width, work.span_stats + 2 * (skip + r),
+                      work.span_values + (skip + r) * dim_);
+            }
+            product(work.scores + unseen, kKeyBlock, value_rows + unseen, active, count - unseen, dim_,
+                    work.span_values + skip * dim_, dim_);
+        }
+    }
+
+    // Adds a span to what came before it. A span in which nothing is visible changes nothing.
+    void join(float* stats, float* values, const float* span_stats, const float* span_values) const {
+        if (span_stats[1] == 0) return;
+        const float maximum = std::max(stats[0], span_stats[0]);
+        const float before = std::exp(stats[0] - maximum), now = std::exp(span_stats[0] - maximum);
+        stats[0] = maximum;
+        stats[1] = stats[1] * before + span_stats[1] * now;
+        for (int64_t d = 0; d < dim_; d += 16)
+            store16(values + d, load16(values + d) * before + load16(span_values + d) * now);
+    }
+
+    // Turns a row's scores of one block into weights relative to the maximum so far; rescales what was summed before.
+    void weigh(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values) const {
+        const float maximum = std::max(stats[0], mask(scores, begin, end, width));
+        if (maximum > stats[0]) {
+            const float factor = std::exp(stats[0] - maximum);
+            stats[0] = maximum;
+            stats[1] *= factor;
+            for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
+        }
+        stats[1] += exponentiate(scores, width, maximum);
+    }
+
+    // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock], returns where V's float rows are.
+    const float* const* load_block(const Item& item, int64_t block, int64_t count, float* keys_t,
+                                   float* value_block) const {
+        const T** rows = at_least(pointers_of_thread<T>(), kKeyBlock);
+        locate(item.row, 0, item.kv_head, block, block + count, rows);
+        fetch(item.row, 1, item.kv_head, block, block + count);
+        fetch(item.row, 0, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
+        for (int64_t j = 0; j < count; j += 16)
+            for (int64_t d = 0; d < dim_; d += 16) {
+                f32x16 tile[16];
+                for (int64_t i = 0; i < 16; ++i) tile[i] = j + i < count ? load16(rows[j + i] + d) : f32x16{};
+                transpose16(tile);
+                for (int64_t i = 0; i < 16; ++i) store16(keys_t + (d + i) * kKeyBlock + j, tile[i]);
+            }
+        locate(item.row, 1, item.kv_head, block, block + count, rows);
+        return as_floats(rows, count, value_block);
+    }
+
+    const float* const* as_floats(const float** rows, int64_t, float*) const { return rows; }
+
+    const float* const* as_floats(const bf16** rows, int64_t count, float* block) const {
+        const float** converted = at_least(pointers_of_thread<float>(), kKeyBlock);
+        for (int64_t j = 0; j < count; ++j) {
+            for (int64_t d = 0; d < dim_; d += 16) store16(block + j * dim_ + d, load16(rows[j] + d));
+            converted[j] = block + j * dim_;
+        }
+        return converted;
+    }
+
+    const float* const* key_rows(const float* keys_t) const {
+        const float** rows = at_least(key_pointers_of_thread(), dim_);
+        for (int64_t d = 0; d < dim_; ++d) rows[d] = keys_t + d * kKeyBlock;
+        return rows;
+    }
+
+    static std::vector<const float*>& key_pointers_of_thread() {
+        thread_local std::vector<const float*> memory;
+        return memory;
+    }
+
+    const AttendArgs& a_;
+    const int64_t group_, dim_;
+    T* const pool_;
+    float* const partials_;
+};
+
+}  // namespace baton

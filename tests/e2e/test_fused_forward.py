@@ -1,0 +1,99 @@
+"""The fused path computes what the generic one computes, for each family and each of its peculiarities; and what it
+does not understand takes the generic path."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from family_rig import FAMILIES, SMALL, VOCAB, WINDOW, save_random_model
+from model_rig import Sequence, run_mixed
+from transformers import Gemma2Config, GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from baton.common.engine.backends import choose_backends
+from baton.common.engine.fused.choice import PathChoice
+from baton.common.engine.torch_runner import TorchRunner
+from baton.common.errors import ConfigError
+from baton.common.model.loading import Dtype
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ODD = {**SMALL, "vocab_size": VOCAB - 7, "intermediate_size": 80}  # a last panel that is not full, no whole tiles
+FUSED: dict[str, PretrainedConfig] = {
+    **{family: FAMILIES[family] for family in ("llama", "qwen3", "mistral", "gemma2", "gemma3")},
+    "llama-biases": LlamaConfig(**ODD, head_dim=48, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
+    "qwen2": Qwen2Config(**{**SMALL, "num_key_value_heads": 1}),
+    "qwen3-large-heads": Qwen3Config(**{**SMALL, "num_key_value_heads": 4}, head_dim=128, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**SMALL, head_dim=256),
+    "gemma2-capped-logits": Gemma2Config(
+        **SMALL, head_dim=64, sliding_window=WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+}
+GENERIC: dict[str, tuple[PretrainedConfig, str]] = {
+    "gpt-oss": (FAMILIES["gpt-oss"], "gpt_oss is not of the Llama family"),
+    "odd-heads": (LlamaConfig(**SMALL, head_dim=24), "no compiled kernels"),
+    "dynamic-rope": (
+        LlamaConfig(**SMALL, head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rotary embedding",
+    ),
+    "activation": (LlamaConfig(**SMALL, head_dim=16, hidden_act="relu"), "activation relu"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_kernels() -> None:
+    try:
+        choose_backends("compiled", 64)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def load(directory: Path, dtype: Dtype, path: PathChoice) -> TorchRunner:
+    return TorchRunner.load(
+        str(directory), dtype=dtype, num_pages=120, page_size=4, sliding_groups=False, threads=1, forward_path=path
+    )
+
+
+def logits_of(runner: TorchRunner, outputs: list[list[int]] | None = None) -> list[Sequence]:
+    """Of mixed steps; with `outputs` the sequences go on as these say, whatever the runner would choose."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB - 10) for _ in range(length)] for length in (1, 5, 16, 33, 70)]
+    sequences = [Sequence(i, prompt, max_tokens=6) for i, prompt in enumerate(prompts)]
+    for sequence, forced in zip(sequences, outputs or [], strict=bool(outputs)):
+        sequence.prompt, sequence.max_tokens = sequence.prompt + forced[:-1], 1
+    run_mixed(runner, sequences, max_rows=4, seed=9)
+    return sequences
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_both_paths_say_the_same(family: str, tmp_path: Path) -> None:
+    save_random_model(FUSED[family], tmp_path)
+    generic = logits_of(load(tmp_path, "float32", "generic"))
+    fused = logits_of(load(tmp_path, "float32", "fused"))
+    for ours, theirs in zip(fused, generic, strict=True):
+        assert ours.outputs == theirs.outputs
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-3, rtol=1e-4)
+    # In bfloat16 what the paths compute differs by rounding; the fused one must be at least as near to the truth.
+    outputs = [sequence.outputs for sequence in generic]
+    truth = torch.stack([sequence.logits[-1] for sequence in generic])
+    paths: tuple[PathChoice, ...] = ("fused", "generic")
+    half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in paths]
+    errors = [torch.stack([one.logits[-1].float() for one in found]) - truth for found in half]
+    assert errors[0].norm() < 1.2 * errors[1].norm()
+
+
+@pytest.mark.parametrize("case", GENERIC)
+def test_what_is_not_understood_takes_the_generic_path(case: str, tmp_path: Path) -> None:
+    config, reason = GENERIC[case]
+    save_random_model(config, tmp_path)
+    assert load(tmp_path, "float32", "fastest").forward_path == "generic"
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path, "float32", "fused")
