@@ -111,3 +111,9 @@ def tune_ucx(interface: str) -> None:
         wanted["UCX_NET_DEVICES"] = interface
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def ucx_settings() -> dict[str, str]:
+    """What the user has told UCX (`UCX_...`), and which libucx is loaded (`RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY`). Only
+    looked at, by `baton doctor`."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("UCX_", "RAPIDS_LIBUCX_"))}

@@ -150,15 +150,20 @@ def is_jobs_api(ray_address: str) -> bool:
 
 
 def deploy_command(layers: Sequence[Layer], options: Sequence[str]) -> list[str]:
-    """`baton deploy` for the head node, with the settings of these layers. Raises ConfigError for a setting that must
-    not be seen by all who see Ray's dashboard."""
+    """`baton deploy` for the head node. Raises as `command_for_head`."""
+    return command_for_head(["deploy", *options], layers)
+
+
+def command_for_head(words: Sequence[str], layers: Sequence[Layer]) -> list[str]:
+    """A command of ours for the head node, with the settings of these layers. Raises ConfigError for a setting that
+    must not be seen by all who see Ray's dashboard."""
     values = {name: value for layer in layers for name, value in flat(layer.values)}
     database = values.get("jobs.database", "")
     if isinstance(database, str) and database.startswith(POSTGRES) and "@" in database:
         hint = "set BATON_SET_JOBS__DATABASE in the environment of Ray's nodes"
         raise ConfigError("jobs.database", database.partition(":")[0], "Ray's dashboard would show it", hint)
     settings = [f"--set={name}={json.dumps(value)}" for name, value in values.items()]
-    return ["baton", "deploy", *options, *settings]
+    return ["baton", *words, *settings]
 
 
 def submit(ray_address: str, command: Sequence[str], say: Callable[[str], None]) -> None:

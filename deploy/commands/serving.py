@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import chain
 from typing import Annotated
 
 import typer
@@ -178,6 +177,10 @@ def demo(
 
 def doctor(
     url: Annotated[str | None, typer.Option(help="Look at the cluster behind this gateway, too.")] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Look at every host of this Ray, as one of its nodes; or its Jobs API: http://HEAD:8265."),
+    ] = None,
     model: Model = None,
     prefill: Prefill = None,
     decode: Decode = None,
@@ -185,24 +188,33 @@ def doctor(
     port: Port = None,
     config: ConfigFile = None,
     settings: Settings = None,
+    measure: Annotated[bool, typer.Option(help="Measure the lanes, with probe processes.")] = True,
+    all_pairs: Annotated[bool, typer.Option("--all-pairs", help="Every pair of hosts, however many.")] = False,
+    pair_s: Annotated[float, typer.Option(help="Most time for one pair, in one direction.")] = 10.0,
+    start_s: Annotated[float, typer.Option(help="Most time until a host has said what it is.")] = 60.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as failures.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is broken or slow, and the way out. Of this machine, and with --url of a cluster."""
+    """Say what is broken or slow, and the way out. Of this machine, or of all hosts of a Ray cluster."""
     from baton.common.resolve import merge
-    from baton.deploy import doctor as examination
-    from baton.deploy import show
+    from baton.deploy import standing
+    from baton.deploy.doctor import command as examination
+    from baton.deploy.doctor.examination import Bounds
+    from baton.deploy.doctor.findings import Severity
 
-    merged, _ = merge(layers_of(config, settings, flags_of(model, prefill, decode, host, port, None)))
-    findings = examination.examine_machine(merged, err.print)
-    if url is not None:
-        findings = chain(findings, examination.examine_cluster(url))
-    if as_json:
-        found = list(findings)
-        show.print_json(found)
-        right = examination.nothing_broken(found)
-    else:
-        right = examination.print_findings(findings, Console(highlight=False))
-    if not right:
+    layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, None))
+    if ray_address is not None and standing.is_jobs_api(ray_address):
+        options = [f"--pair-s={pair_s}", f"--start-s={start_s}"]
+        options += [f"--url={url}"] if url else []
+        options += [name for name, on in (("--all-pairs", all_pairs), ("--strict", strict), ("--json", as_json)) if on]
+        options += [] if measure else ["--no-measure"]
+        words = ["doctor", "--ray-address=auto", *options]
+        standing.submit(ray_address, standing.command_for_head(words, layers), typer.echo)
+        return
+    merged, _ = merge(layers)
+    bounds = Bounds(start_s=start_s, pair_s=pair_s, all_pairs=all_pairs, measure=measure)
+    verdict = examination.examine(merged, url, ray_address, bounds, None if as_json else Console(highlight=False))
+    if verdict is Severity.FAIL or (strict and verdict is Severity.WARN):
         raise typer.Exit(FAILED)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,10 @@ from test_show import status_with
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.messages import Load
 from baton.deploy.cli import FAILED, OK, run_command
-from baton.deploy.doctor import Finding, Verdict, examine_machine, findings_of
+from baton.deploy.doctor.findings import Finding, Severity
+from baton.deploy.doctor.machine import examine_machine
+from baton.deploy.doctor.report import SCHEMA, Report
+from baton.deploy.doctor.running import findings_of
 from baton.deploy.status import GatewayStatus
 
 FAKE = ClusterConfig(model=ModelConfig(model="fake"), gateway=GatewayConfig(port=0))
@@ -35,50 +37,43 @@ def with_worker(status: GatewayStatus, load: Load, *, silent: bool = False) -> G
 
 def test_this_machine_is_fit_for_the_fake_model() -> None:
     findings = list(examine_machine(FAKE, lambda line: None))
-    assert not [one for one in findings if one.verdict is Verdict.BROKEN]
-    assert {"software", "cores", "model", "lane local", "lane zmq", "gateway"} <= {one.what for one in findings}
-    assert of(findings, "cores").detail.endswith("of memory available")
-    assert all(one.way_out for one in findings if one.verdict is not Verdict.OK and not one.what.startswith("lane"))
+    assert not [one for one in findings if one.severity is Severity.FAIL]
+    assert {"software", "model", "lane local", "lane zmq", "gateway"} <= {one.what for one in findings}
+    assert all(one.way_out for one in findings if one.severity is not Severity.OK and not one.what.startswith("lane"))
 
 
-def test_what_is_taken_or_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("BATON_CACHE_DIR", str(blocked))
+def test_what_is_taken_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ClusterConfig(
             model=ModelConfig(model="./nowhere/model"),
             bind_host="192.0.2.1",
-            prefill=500,
             gateway=GatewayConfig(port=taken.getsockname()[1]),
         )
         findings = list(examine_machine(config, lambda line: None))
-    assert of(findings, "cache").verdict is Verdict.BROKEN
-    assert of(findings, "model").verdict is Verdict.BROKEN
-    assert of(findings, "cluster interface").verdict is Verdict.BROKEN
-    assert of(findings, "gateway").verdict is Verdict.SLOW
-    assert "--prefill" in of(findings, "cores").way_out
+    assert of(findings, "model").severity is Severity.FAIL
+    assert of(findings, "cluster interface").severity is Severity.FAIL
+    assert of(findings, "gateway").severity is Severity.WARN
     compiled = of(findings, "page copies")
-    assert (compiled.verdict, "no-such-compiler" in compiled.detail) == (Verdict.SLOW, True)
+    assert (compiled.severity, "no-such-compiler" in compiled.value) == (Severity.WARN, True)
 
 
 def test_a_cluster_that_is_well_has_nothing_broken() -> None:
     findings = looked_at(with_worker(status_with(), Load()))
-    assert {one.verdict for one in findings} == {Verdict.OK}
+    assert {one.severity for one in findings} == {Severity.OK}
 
 
 def test_pages_of_nobody_silent_and_stuck_workers_are_found() -> None:
     lost = looked_at(status_with(free=990))
-    assert any("10 pages of full belong to nobody" in one.detail for one in lost if one.verdict is Verdict.BROKEN)
+    assert any("10 pages of full belong to nobody" in one.value for one in lost if one.severity is Severity.FAIL)
     silent = of(looked_at(with_worker(status_with(), Load(), silent=True)), "decode-0")
-    assert (silent.verdict, silent.detail) == (Verdict.BROKEN, "is silent")
+    assert (silent.severity, silent.value) == (Severity.FAIL, "is silent")
     stuck = of(looked_at(with_worker(status_with(), Load(step_age_s=99.0))), "decode-0")
-    assert stuck.verdict is Verdict.BROKEN
-    assert "99 s" in stuck.detail
+    assert stuck.severity is Severity.FAIL
+    assert "99 s" in stuck.value
     waiting = of(looked_at(with_worker(status_with(free=998, quarantined=2), Load())), "decode-0")
-    assert (waiting.verdict, waiting.detail[:7]) == (Verdict.SLOW, "2 pages")
-    assert of(looked_at(replace(status_with(), ready=False, reason="none")), "cluster").verdict is Verdict.BROKEN
+    assert (waiting.severity, waiting.value[:7]) == (Severity.WARN, "2 pages")
+    assert of(looked_at(replace(status_with(), ready=False, reason="none")), "cluster").severity is Severity.FAIL
 
 
 def test_a_slow_lane_where_a_faster_one_is_up_is_told() -> None:
@@ -88,15 +83,17 @@ def test_a_slow_lane_where_a_faster_one_is_up_is_told() -> None:
         {"peer": "prefill-0", "lane": "tcp", "status": "up", "gbps": 2.0},
     ]
     found = of(looked_at(status), "prefill-0 to decode-0")
-    assert found.verdict is Verdict.SLOW
-    assert "over local at 0.40 GB/s, though tcp reaches 2.00" in found.detail
+    assert found.severity is Severity.WARN
+    assert "over local at 0.40 GB/s, though tcp reaches 2.00" in found.value
 
 
 def test_the_command_ends_with_what_it_found(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["doctor", "--model", "fake", "--port", "0", "--json"]) == OK
-    found = msgspec.json.decode(capfd.readouterr().out, type=list[Finding])
-    assert of(found, "model").verdict is Verdict.OK
-    assert run_command(["doctor", "--model", "./nowhere/x", "--port", "0"]) == FAILED
+    looking = ["doctor", "--port", "0", "--no-measure"]
+    assert run_command([*looking, "--model", "fake", "--json"]) == OK
+    report = msgspec.json.decode(capfd.readouterr().out, type=Report)
+    assert (report.schema, of(report.findings, "model").severity) == (SCHEMA, Severity.OK)
+    assert report.hosts[0].facts is not None
+    assert run_command([*looking, "--model", "./nowhere/x"]) == FAILED
     assert "no such directory" in capfd.readouterr().out
-    assert run_command(["doctor", "--model", "fake", "--port", "0", "--url", "http://127.0.0.1:9"]) == FAILED
+    assert run_command([*looking, "--model", "fake", "--url", "http://127.0.0.1:9"]) == FAILED
     assert "nobody answers at http://127.0.0.1:9" in capfd.readouterr().out

@@ -1,0 +1,112 @@
+"""Real probe processes on this machine: what they measure, and what becomes of one that hangs or cannot be reached."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from baton.common.config import ClusterConfig, ModelConfig
+from baton.common.ids import WorkerId
+from baton.deploy.doctor.examination import Bounds, Examination
+from baton.deploy.doctor.findings import Severity
+from baton.deploy.doctor.judge import judge
+from baton.deploy.doctor.local_probes import LocalProbes
+from baton.deploy.doctor.shapes import Found, Host, ProbeSpec
+from baton.transfer.mesh import ClusterKeys
+from baton.transfer.process import new_run_dir
+
+CONFIG = ClusterConfig(model=ModelConfig(model="fake"))
+CONFIG = replace(CONFIG, transfer=replace(CONFIG.transfer, lanes=("local", "tcp", "zmq")))  # ucx takes seconds to start
+BOUNDS = Bounds(start_s=30.0, pair_s=8.0)
+
+
+def spec(worker: str, run_dir: str, keys: ClusterKeys) -> ProbeSpec:
+    return ProbeSpec(WorkerId(worker), CONFIG, keys, run_dir, 120.0)
+
+
+@contextmanager
+def probes(*specs: ProbeSpec) -> Iterator[LocalProbes]:
+    running = LocalProbes(specs)
+    pids = [running.pid(one.worker) for one in specs]
+    try:
+        yield running
+    finally:
+        assert not running.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a probe was left behind"
+        assert not Path(specs[0].run_dir).exists()
+
+
+def examine(running: LocalProbes, *workers: str, bounds: Bounds = BOUNDS) -> Found:
+    hosts = [Host(worker, (WorkerId(worker),), None, workers=1) for worker in workers]
+    return Examination(
+        config=CONFIG,
+        hosts=hosts,
+        probes=running,
+        bounds=bounds,
+        say=lambda line: None,
+        ports=[("nobody", "127.0.0.1", 9)],
+    ).run()
+
+
+def test_every_lane_is_measured_in_both_directions_and_the_best_is_chosen() -> None:
+    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
+    with probes(spec("a", run_dir, keys), spec("b", run_dir, keys)) as running:
+        found = examine(running, "a", "b")
+    assert {(pair.source, pair.receiver) for pair in found.pairs} == {("a", "b"), ("b", "a")}
+    for pair in found.pairs:
+        assert pair.control_us > 0
+        assert [(lane.lane, lane.status, lane.reason) for lane in pair.lanes] == [
+            (lane, "up", "") for lane in ("local", "tcp", "zmq")
+        ]
+        assert all(lane.gbps > 0 and lane.latency_us > 0 for lane in pair.lanes)
+        assert pair.chosen
+    assert found.moved_bytes == sum(lane.nbytes for pair in found.pairs for lane in pair.lanes)
+    assert (found.deaf, found.pairs_possible) == ((), 2)
+    assert [clock.host for clock in found.clocks] == ["a", "b"]
+    assert all(abs(clock.offset_s) <= clock.error_s + 1e-3 for clock in found.clocks)  # one clock
+    assert {(reach.source, reach.outcome) for reach in found.ports} == {("a", "refused"), ("b", "refused")}
+    failed = [one for one in judge(found) if one.severity is Severity.FAIL]
+    assert {one.what for one in failed} == {"port of nobody"}
+
+
+def test_a_probe_that_hangs_and_one_of_other_keys_are_findings_and_cost_their_time_only() -> None:
+    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
+    specs = [spec("a", run_dir, keys), spec("b", run_dir, keys), spec("stranger", run_dir, ClusterKeys.generate())]
+    with probes(*specs) as running:
+        first = examine(running, "a", "stranger", bounds=replace(BOUNDS, pair_s=2.0))
+        os.kill(running.pid(WorkerId("b")), signal.SIGSTOP)
+        second = examine(running, "a", "b", bounds=replace(BOUNDS, start_s=1.0))
+    for pair in first.pairs:
+        assert (pair.control_us, pair.chosen) == (0.0, "local")  # which asks memory, and no socket
+        assert {lane.lane for lane in pair.lanes if lane.status == "up"} == {"local"}
+    assert set(first.deaf) == {("a", "stranger"), ("stranger", "a")}
+    said = {(one.what, one.where) for one in judge(first) if one.severity is Severity.FAIL}
+    assert {("control frames", "a -> stranger"), ("reachability", "stranger -> a")} <= said
+    (hung,) = [host for host in second.hosts if host.facts is None]
+    assert (hung.name, "no answer within 1 s" in hung.trouble, second.pairs) == ("b", True, ())
+    assert ("probe", "b") in {(one.what, one.where) for one in judge(second) if one.severity is Severity.FAIL}
+
+
+def test_a_probe_that_cannot_be_born_says_why() -> None:
+    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
+    nowhere = replace(CONFIG, bind_host="192.0.2.1")
+    one = ProbeSpec(WorkerId(secrets.token_hex(4)), nowhere, keys, run_dir, 60.0)
+    with probes(one) as running:
+        found = examine(running, one.worker)
+    assert "cannot listen there" in found.hosts[0].trouble
+
+
+def test_a_probe_ends_by_itself_when_its_time_is_over() -> None:
+    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
+    short = ProbeSpec(WorkerId("a"), CONFIG, keys, run_dir, 0.0)
+    running = LocalProbes([short])
+    try:
+        _, status = os.waitpid(running.pid(WorkerId("a")), 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+    finally:
+        running.close()
