@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
 
 setup: $(READY)
 
@@ -70,6 +70,11 @@ parity: $(READY)
 # Requests drawn from the API's own document: none may be answered by a 5xx. Minutes.
 fuzz: $(READY) .venv-fuzz/.ready
 	$(BIN)/python -m pytest -m slow tests/e2e/test_fuzz_http.py
+
+# A million mutated frames at every socket, from strangers and from members that have gone mad; minutes. FUZZ_SEED=n
+# draws others.
+fuzz-frames: $(READY)
+	$(BIN)/python -m pytest -s -m slow tests/security/test_fuzz_frames.py
 
 .venv-fuzz/.ready:
 	$(PYTHON) -m venv .venv-fuzz

@@ -40,7 +40,10 @@ UnitIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_UNITS)]
 ShortStr = Annotated[str, Meta(max_length=256)]
 SessionIdStr = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=4096)]
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 61)]
+"""Of which a few may be added, and the sum is still one that arrays can hold."""
+Finite = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""A number of a peer's that is added to others: no NaN, and nothing that makes a sum infinite for good."""
 Priority = Annotated[int, Meta(ge=-100, le=100)]
 """Smaller is sooner, as in vLLM. 0 unless a client says otherwise."""
 TokenBias = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[float, Meta(ge=-100, le=100)]]
@@ -128,27 +131,27 @@ class Timeline(_Value, frozen=True, kw_only=True):
     gateway). Sums add up over attempts.
     `prompt_tokens == local_tokens + cached_tokens + restored_tokens + transferred_tokens`."""
 
-    gateway_s: float = 0.0  # arrival at the gateway until it had its turn there
-    queue_s: float = 0.0  # arrival at decode until its pages were promised
-    reserve_wait_s: float = 0.0  # of which: waited because pages or staging were short
-    restore_s: float = 0.0  # waited for the tiers below the pool
-    handoff_s: float = 0.0  # a prefill worker was asked until its KV was here: its queue, its computing, the transfer
-    prefill_s: float = 0.0  # computing the prompt, on whichever worker
-    transfer_s: float = 0.0  # first chunk announced until the last one landed
-    scatter_s: float = 0.0  # of which: writing regions into pages
-    decode_queue_s: float = 0.0  # all KV had landed until its first step began; the end of it is a part of decode_s
-    decode_s: float = 0.0  # runnable until finished
-    transfer_bytes: int = 0
+    gateway_s: Finite = 0.0  # arrival at the gateway until it had its turn there
+    queue_s: Finite = 0.0  # arrival at decode until its pages were promised
+    reserve_wait_s: Finite = 0.0  # of which: waited because pages or staging were short
+    restore_s: Finite = 0.0  # waited for the tiers below the pool
+    handoff_s: Finite = 0.0  # a prefill worker was asked until its KV was here: its queue, its computing, the transfer
+    prefill_s: Finite = 0.0  # computing the prompt, on whichever worker
+    transfer_s: Finite = 0.0  # first chunk announced until the last one landed
+    scatter_s: Finite = 0.0  # of which: writing regions into pages
+    decode_queue_s: Finite = 0.0  # all KV had landed until its first step began; the end of it is a part of decode_s
+    decode_s: Finite = 0.0  # runnable until finished
+    transfer_bytes: Count = 0
     lane: ShortStr = ""  # "" when nothing was transferred
     prefill_worker: ShortStr = ""
     decode_worker: ShortStr = ""
-    local_tokens: int = 0  # prompt tokens computed on the decode worker itself
-    cached_tokens: int = 0  # prompt tokens found in the decode worker's prefix cache
-    restored_tokens: int = 0  # prompt tokens found in a tier below the pool
-    transferred_tokens: int = 0  # prompt tokens whose KV was handed over
-    prefill_cached_tokens: int = 0  # of those: found in the prefill worker's prefix cache
-    attempts: int = 0  # hand-offs tried
-    retractions: int = 0
+    local_tokens: Count = 0  # prompt tokens computed on the decode worker itself
+    cached_tokens: Count = 0  # prompt tokens found in the decode worker's prefix cache
+    restored_tokens: Count = 0  # prompt tokens found in a tier below the pool
+    transferred_tokens: Count = 0  # prompt tokens whose KV was handed over
+    prefill_cached_tokens: Count = 0  # of those: found in the prefill worker's prefix cache
+    attempts: Count = 0  # hand-offs tried
+    retractions: Count = 0
 
 
 class Failure(_Value, frozen=True, kw_only=True):
@@ -181,8 +184,8 @@ class Load(_Value, frozen=True, kw_only=True):
     total_pages: Count = 0
     queued_tokens: Count = 0
     steps: Count = 0
-    step_age_s: float = 0.0
-    tokens_per_s: float = 0.0  # at which prompts are computed; 0: nothing was measured
+    step_age_s: Finite = 0.0
+    tokens_per_s: Finite = 0.0  # at which prompts are computed; 0: nothing was measured
     kv_seq: Count = 0  # of the newest KvEvents; 0: there were none
     draining: bool = False
     demand: Demand | None = None  # of gateways
@@ -342,7 +345,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     region_units: Annotated[tuple[RegionUnits, ...], Meta(max_length=len(Component))]  # most in a region, by segment
     tag_base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # region seq travels under tag_base + seq; never reused
     priority: Priority = 0  # of its regions among those of others
-    lane_gbps: Annotated[float, Meta(ge=0)] = 0.0  # what the receiver has measured on the lane; 0: nothing yet
+    lane_gbps: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # what the receiver has measured on the lane; 0: nothing yet
     trace: Context = NOT_TRACED
 
 
@@ -376,7 +379,7 @@ class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):
     parts: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
     tail: Count = 0
     nbytes: Count
-    digest: Count  # of the region's bytes (baton.transfer.digest)
+    digest: Annotated[int, Meta(ge=0)]  # of the region's bytes (baton.transfer.digest)
     source_pages: UnitIds = b""
 
 
@@ -406,7 +409,7 @@ class Done(_Message, frozen=True, kw_only=True):
     first_token: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1  # -1: none was asked for
     logprob: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, where they are wanted
-    prefill_s: float = 0.0
+    prefill_s: Finite = 0.0
     cached_tokens: Count = 0
 
 

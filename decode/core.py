@@ -129,7 +129,7 @@ class DecodeCore:
                     case KvEventsWanted() if self._feed is not None:
                         self._feed.on_wanted(sender, body)
                     case FinishAck():
-                        self._parts.outbox.acknowledge((body.request_id, body.placement), now)
+                        self._on_finish_ack(sender, body, now)
                     case _:
                         self.stray_messages += 1
             case FirstTokenReady():
@@ -197,14 +197,17 @@ class DecodeCore:
         if known is not None:
             if known.gateway == sender:
                 parts.outbox.submitted(known)
+            else:
+                self.stray_messages += 1  # nobody speaks for another gateway's requests
             return
         if parts.peers.is_gone(sender):
             return  # its last words
-        refusal = NOT_HERE if parts.outbox.is_buried(key, now) else self._refusal(message)
+        refusal = NOT_HERE if parts.outbox.is_buried(sender, key, now) else self._refusal(message)
         if refusal is not None:
             parts.outbox.refuse(sender, key, refusal)
             return
-        for older in [one for one in parts.requests.values() if one.key[0] == key[0] and one.final is None]:
+        older_ones = [one for one in parts.requests.values() if one.key[0] == key[0] and one.gateway == sender]
+        for older in [one for one in older_ones if one.final is None]:
             self._answers.fail(older, ErrorCode.CANCELLED, "a later placement has come", now)
         self._numbers += 1
         request = new_request(self._numbers, sender, message, self._max_context_len, now)
@@ -224,9 +227,11 @@ class DecodeCore:
         key = (message.request_id, message.placement)
         request = self._parts.requests.get(key)
         if request is None:
-            self._parts.outbox.bury(key, now)
+            self._parts.outbox.bury(sender, key, now)
             self._parts.outbox.refuse(sender, key, NOT_HERE)
-        elif request.gateway == sender:
+        elif request.gateway != sender:
+            self.stray_messages += 1
+        else:
             if request.final is None:
                 request.answered = message.answered
                 self._answers.fail(request, ErrorCode.CANCELLED, "cancelled by the gateway", now)
@@ -237,8 +242,18 @@ class DecodeCore:
         request = self._parts.requests.get((message.request_id, message.placement))
         if request is None:
             self._parts.outbox.refuse(sender, (message.request_id, message.placement), NOT_HERE)
-        elif request.gateway == sender:
+        elif request.gateway != sender:
+            self.stray_messages += 1
+        else:
             self._parts.outbox.resume(request, message.next_index)
+
+    def _on_finish_ack(self, sender: Stamp, message: FinishAck, now: float) -> None:
+        key = (message.request_id, message.placement)
+        request = self._parts.requests.get(key)
+        if request is None or request.gateway == sender:
+            self._parts.outbox.acknowledge(key, now)
+        else:
+            self.stray_messages += 1
 
     def _on_view(self, view: MembershipView, now: float) -> None:
         if self._feed is not None:

@@ -41,7 +41,7 @@ class Outbox:
         self._forget = forget
         self._finals: OrderedDict[RequestKey, DecodeRequest] = OrderedDict()
         self._resends: Deadlines[RequestKey] = Deadlines()
-        self._tombstones: OrderedDict[RequestKey, float] = OrderedDict()
+        self._tombstones: OrderedDict[tuple[Stamp, RequestKey], float] = OrderedDict()
         self._out: list[SendTo] = []
 
     # ---------------------------------------------------------------------------------------- messages
@@ -136,23 +136,23 @@ class Outbox:
     def _drop(self, request: DecodeRequest, now: float) -> None:
         del self._finals[request.key]
         self._resends.drop(request.key)
-        self.bury(request.key, now)
+        self.bury(request.gateway, request.key, now)
         self._forget(request)
 
     # -------------------------------------------------------------------------------------- tombstones
 
-    def bury(self, key: RequestKey, now: float) -> None:
-        """Remembers that this placement is over, so that a late Submit does not start it again."""
-        self._tombstones[key] = now + self._tombstone_ttl_s
-        self._tombstones.move_to_end(key)
+    def bury(self, gateway: Stamp, key: RequestKey, now: float) -> None:
+        """Remembers that this placement of a gateway's is over, so that a late Submit does not start it again."""
+        self._tombstones[gateway, key] = now + self._tombstone_ttl_s
+        self._tombstones.move_to_end((gateway, key))
         while self._tombstones:
             oldest, expires_s = next(iter(self._tombstones.items()))
             if expires_s > now and len(self._tombstones) <= self._max_tombstones:
                 break
             del self._tombstones[oldest]
 
-    def is_buried(self, key: RequestKey, now: float) -> bool:
-        return self._tombstones.get(key, 0.0) > now
+    def is_buried(self, gateway: Stamp, key: RequestKey, now: float) -> bool:
+        return self._tombstones.get((gateway, key), 0.0) > now
 
     @property
     def tombstones(self) -> int:

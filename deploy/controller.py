@@ -47,6 +47,7 @@ from baton.deploy.ray_side import Place
 from baton.transfer.actor import HEALTH, WATCH, at_this_node, in_group
 from baton.transfer.mesh import ClusterKeys, Mesh
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
+from baton.transfer.reports import WorkerMetrics
 
 REBUILD_ANSWER_TIMEOUT_S = 5.0
 """A process that does not answer by then is killed. Answering takes a free thread, also while it loads."""
@@ -131,6 +132,20 @@ class ControllerLoop:
         with self._changed:
             self._changed.wait_for(lambda: self._status.revision > after_revision, timeout_s)
             return self._status
+
+    def metrics(self) -> WorkerMetrics:
+        """What came over its socket and was not heard; of a controller that is still rebuilding, nothing."""
+        core, mesh = self._core, self._mesh.counters
+        if core is None:
+            return WorkerMetrics()
+        refused = {
+            "stranger": mesh.denied,
+            "malformed": mesh.malformed,
+            "foreign_epoch": mesh.foreign_epoch,
+            "unlisted": core.unlisted_messages,
+            "role": core.stray_messages,
+        }
+        return WorkerMetrics(refused=refused)
 
     def shut_down(self) -> None:
         """Begins to end every process; `status().finished` tells when all are proven dead."""
@@ -381,6 +396,10 @@ class ControllerActor:
     @in_group(HEALTH)
     def status(self) -> ControllerStatus:
         return self._loop.status()
+
+    @in_group(HEALTH)
+    def metrics(self) -> WorkerMetrics:
+        return self._loop.metrics()
 
     @in_group(HEALTH)
     def plan(self) -> ClusterPlan:

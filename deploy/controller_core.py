@@ -79,6 +79,8 @@ class ControllerCore:
         self._told_at_s = now - BURST_S  # when a new version last was
         self._shutting_down = False
         self.transitions: list[str] = []  # the last ones, for people; bounded
+        self.stray_messages = 0  # not for a controller, or in another's name
+        self.unlisted_messages = 0  # heartbeats of processes that are no members
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -115,7 +117,7 @@ class ControllerCore:
             seat.spec = replace(seat.spec, role=role or seat.spec.role)
 
     def on_message(self, sender: Stamp, body: Body, now: float) -> list[Effect]:
-        """Hello and Heartbeat; anything else is not for a controller and is ignored."""
+        """Hello and Heartbeat; anything else is not for a controller, and is counted."""
         effects: list[Effect] = []
         if isinstance(body, Hello) and body.member.stamp == sender:
             effects = self._on_hello(body, now)
@@ -124,6 +126,10 @@ class ControllerCore:
             if seat is not None and isinstance(seat.state, Live | Leaving) and seat.state.member.stamp == sender:
                 member = _with_load(seat.state.member, body)
                 seat.state = structs.replace(seat.state, member=member, heard_s=now, knows=body.view)
+            else:
+                self.unlisted_messages += 1
+        else:
+            self.stray_messages += 1
         return effects + self._after(now)
 
     def on_start_failed(self, worker: WorkerId, incarnation: int, reason: str, now: float) -> list[Effect]:
@@ -323,6 +329,8 @@ class ControllerCore:
                 return []  # its end is decided
             case Starting() | Live() | Leaving() | Killing() | Vacant() | Retired():
                 effects = self._refuse(None, member, "superseded by a newer process in this seat", {}, now)
+                if member.stamp.incarnation == incarnation_of(seat.state):
+                    return effects  # a process has one epoch: who says so is not the one that would be killed
                 return [*effects, KillWorker(member.stamp.worker, member.stamp.incarnation, "superseded")]
             case _:
                 assert_never(seat.state)

@@ -26,7 +26,7 @@ from baton.deploy.routing.policies import policy_of
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
-from baton.transfer.io import IoThread
+from baton.transfer.io import IoThread, refusals_of
 from baton.transfer.process import ProcessSpec
 
 
@@ -107,6 +107,7 @@ class GatewayProcess:
             spans=self._spans,
             name=self._spec.worker,
             keys=keys,
+            refused=lambda: refusals_of(io.snapshot()),
         )
 
     def _on_event(self, event: object) -> None:

@@ -164,13 +164,15 @@ class Gateway:
         spans: SpanSink = NOBODY,
         name: str = "gateway",
         keys: Keys | None = None,
+        refused: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """Must be made on the loop that it shall run on."""
+        """Must be made on the loop that it shall run on. `refused`: what its sockets to the cluster have not heard."""
         self.model = model
         self.keys: Keys = keys or NoKeys()
         self.metrics = GatewayMetrics(model.name)
         self.spans = spans
         self._name = name
+        self._refused = refused
         self._core = core
         self._post = post
         self._clock = clock
@@ -440,8 +442,11 @@ class Gateway:
             if self._clock.now() - self._asked_at_s >= METRICS_AGE_S:
                 self._of_workers = await self.workers.metrics()
                 self._asked_at_s = self._clock.now()
-        own = {self._name: WorkerMetrics(trace_spans=self.spans.counts())} if self.spans.takes else {}
-        counted = {**self._of_workers, **own}
+        own = WorkerMetrics(
+            trace_spans=self.spans.counts() if self.spans.takes else {},
+            refused=self._refused() | {"role": self._core.stale_outputs},
+        )
+        counted = {**self._of_workers, self._name: own}
         index = self._core.router.index_counts()
         return self.metrics.page(len(self._running), self._core.waiting(), self._seen(), counted, index)
 

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from baton.common.errors import ErrorCode, RequestError
-from baton.common.ids import WorkerId
+from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.trace import ProcessTrace
@@ -46,7 +46,8 @@ class RayWorkers:
         return owner
 
     async def metrics(self) -> Mapping[str, WorkerMetrics]:
-        return await asyncio.to_thread(self._ask_all, "metrics")
+        """The controller's, too."""
+        return await asyncio.to_thread(self._ask_all, "metrics", others=(CONTROLLER,))
 
     async def handoffs(self, worker: str) -> list[HandoffTimes]:
         times: list[HandoffTimes] = await asyncio.to_thread(self._ask_one, worker, "handoffs")
@@ -59,10 +60,19 @@ class RayWorkers:
             found = await asyncio.to_thread(self._ask_all, "record", seconds, patience_s=seconds + RECORD_GRACE_S)
         return [trace for _, trace in sorted(found.items())]
 
-    def _ask_all(self, method: str, *arguments: object, patience_s: float = STATUS_TIMEOUT_S) -> dict[str, Any]:
-        """Of each worker's `method`. Those that do not answer in time are left out: nobody must hang on the one process
-        that is ill."""
+    def _ask_all(
+        self,
+        method: str,
+        *arguments: object,
+        patience_s: float = STATUS_TIMEOUT_S,
+        others: tuple[WorkerId, ...] = (),
+    ) -> dict[str, Any]:
+        """Of each worker's `method`, and that of `others`. Those that do not answer in time are left out: nobody must
+        hang on the one process that is ill."""
         actors = self._actors()
+        for name in others:
+            if (actor := find_process(self._cluster, name)) is not None:
+                actors[name] = actor
         refs = {getattr(actor, method).remote(*arguments): worker for worker, actor in actors.items()}
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=patience_s) if refs else ([], [])
         answers: dict[str, Any] = {}

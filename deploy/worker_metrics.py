@@ -72,6 +72,7 @@ class WorkerCollector(Collector):
         yield from _flow_families(self.metrics)
         yield _slots(self.metrics)
         yield _spans(self.metrics)
+        yield _refused(self.metrics)
         yield from _tier_families(self.metrics)
 
     def describe(self) -> Iterator[Metric]:
@@ -135,6 +136,17 @@ def _spans(workers: Mapping[str, WorkerMetrics]) -> Metric:
         for outcome, count in metrics.trace_spans.items():
             spans.add_metric([worker, outcome], count)
     return spans
+
+
+def _refused(workers: Mapping[str, WorkerMetrics]) -> Metric:
+    refused = CounterMetricFamily(
+        "baton_refused_frames", "What came over a process's sockets and was not heard, by why (docs/OBSERVABILITY.md).",
+        labels=["worker", "reason"],
+    )  # fmt: skip
+    for worker, metrics in workers.items():
+        for reason, count in metrics.refused.items():
+            refused.add_metric([worker, reason], count)
+    return refused
 
 
 def _slots(workers: Mapping[str, WorkerMetrics]) -> Metric:

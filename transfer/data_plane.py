@@ -66,6 +66,7 @@ class DataPlaneSnapshot:
     waiting_sinks: int
     open_sinks: int
     open_operations: int
+    stray: int  # what came over the lanes and was refused
 
 
 class DataPlane:
@@ -188,6 +189,7 @@ class DataPlane:
             waiting_sinks=self._incoming.waiting,
             open_sinks=self._incoming.open,
             open_operations=self._incoming.operations + self._outgoing.operations,
+            stray=self._lanes.stray,
         )
 
     def close(self) -> None:

@@ -92,6 +92,24 @@ class IoSnapshot:
     endpoint: Mapping[str, int]
 
 
+def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
+    """What came over this process's sockets and was not heard, by why: of nobody (`stranger`), no frame (`malformed`),
+    for a process that is gone (`foreign_epoch`), of no member (`unlisted`), of the controller and none of its words
+    (`controller`), of no use to a hand-off (`handoff`; repeated ones too), stray on a lane (`lane`), and what there was
+    no room for (`full`)."""
+    mesh, dropped = snapshot.mesh, snapshot.dropped
+    return {
+        "stranger": mesh.denied,
+        "malformed": mesh.malformed,
+        "foreign_epoch": mesh.foreign_epoch,
+        "unlisted": dropped.get("frame_of_unlisted_process", 0),
+        "controller": dropped.get("odd_frame_of_controller", 0),
+        "handoff": sum(snapshot.endpoint.values()),
+        "lane": 0 if snapshot.data is None else snapshot.data.stray,
+        "full": dropped.get("refused_by_owner", 0) + dropped.get("uncompiled", 0),
+    }
+
+
 class _HandOffs:
     """What only a worker has: its pool's end of the transfer plane."""
 

@@ -38,6 +38,8 @@ from baton.common.routing_config import MOST_WORKERS_PER_ROLE, KvEventsConfig
 
 MAX_QUEUED = 4096
 HIGH_WATER_BATCHES = 100_000
+MAX_REQUEST_BYTES = 4096
+"""Readers say no more than a topic, or a number. The sockets ask nobody who he is."""
 MEDIUM = "GPU"
 """vLLM's word for the memory that attention reads, whatever it is made of."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -139,6 +141,7 @@ class KvPublisher:
         self._queued: deque[tuple[int, float, list[PageEvent]]] = deque()
         self._number = 0
         self.dropped = 0
+        self.refused = 0  # what came to the replay socket and was no request
         self._stopping = False
         self._context = zmq.Context()
         self._sockets = contextlib.ExitStack()
@@ -161,6 +164,7 @@ class KvPublisher:
         socket = self._sockets.enter_context(self._context.socket(kind))
         socket.linger = 0
         socket.set_hwm(HIGH_WATER_BATCHES)
+        socket.maxmsgsize = MAX_REQUEST_BYTES
         address = f"tcp://{host}:{port}"
         try:
             socket.bind(address)
@@ -220,8 +224,9 @@ class KvPublisher:
             self._kept.append((packed, payload))
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Whatever else comes is not answered."""
+        """Whatever else comes is counted, and not answered."""
         if len(frames) != 3 or len(frames[2]) != 8:
+            self.refused += 1
             return
         reader, _, first = frames
         for packed, payload in self._kept:

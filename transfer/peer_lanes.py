@@ -110,6 +110,11 @@ class PeerLanes:
         """A transport has something on its way whose end no wake source announces."""
         return any(transport.busy for transport in self.transports.values())
 
+    @property
+    def stray(self) -> int:
+        """What has come over the lanes and was refused."""
+        return sum(transport.stray for transport in self.transports.values())
+
     def next_deadline(self) -> float | None:
         return self._links.next_deadline()
 

@@ -100,12 +100,14 @@ class HandoffTimes(Struct, frozen=True, kw_only=True):
 
 class WorkerMetrics(Struct, frozen=True, kw_only=True):
     """What is scraped of a worker, cheap to tell. `slots`: staging slots by ring ("receive", "send") and state ("free",
-    "reserved", "leased"); `tiers`: as the tier thread counts them; `trace_spans`: sent to a collector, and lost."""
+    "reserved", "leased"); `tiers`: as the tier thread counts them; `trace_spans`: sent to a collector, and lost;
+    `refused`: what came over a socket and was not heard (`refusals_of`)."""
 
     flows: tuple[Flow, ...] = ()
     slots: dict[str, dict[str, int]] = {}
     tiers: dict[str, int] = {}
     trace_spans: dict[str, int] = {}
+    refused: dict[str, int] = {}
 
 
 class LaneReport(Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ from baton.common.trace import ProcessTrace, Recorder
 from baton.common.tracing import FLUSH_S, SpanSink, open_sink
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.copying import load_copies
-from baton.transfer.io import IoThread
+from baton.transfer.io import IoThread, refusals_of
 from baton.transfer.kv_publisher import KvPublisher, publisher_of
 from baton.transfer.process import ProcessSpec, pin_process
 from baton.transfer.reports import HandoffTimes, LaneReport, WorkerMetrics, WorkerStatus
@@ -311,7 +311,14 @@ class WorkerProcess:
             slots={ring: dict(zip(SLOT_STATES, counts, strict=True)) for ring, counts in rings.items()},
             tiers=loaded.tiers.counters() if loaded.tiers is not None else {},
             trace_spans=loaded.spans.counts(),
+            refused=self._refused(loaded),
         )
+
+    def _refused(self, loaded: _Loaded) -> dict[str, int]:
+        """`role`: what is not for a worker of this role; `kv_replay`: what came to that socket and was no request."""
+        replay = 0 if loaded.publisher is None else loaded.publisher.refused
+        own = {"role": loaded.core.stray_messages, "kv_replay": replay}
+        return refusals_of(loaded.io.snapshot()) | own
 
     def handoffs(self) -> list[HandoffTimes]:
         """The last ones, oldest first, and the open ones. They begin by the wall clock."""

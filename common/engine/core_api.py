@@ -52,7 +52,10 @@ class Drain:
 
 class EngineCore(Protocol):
     """A worker's brain. `Event` and `Effect` are this module's values and those of `baton.transfer.api`; a core
-    matches on the ones it knows and fails loudly on any other."""
+    matches on the ones it knows and fails loudly on any other. `stray_messages`: those of peers that are not for its
+    role, counted and not heard."""
+
+    stray_messages: int
 
     def handle(self, event: object, now: float) -> list[object]: ...
 

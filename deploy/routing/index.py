@@ -22,7 +22,7 @@ from typing import final
 import numpy as np
 
 from baton.common.ids import Stamp
-from baton.common.messages import KvEvents, KvEventsWanted, KvSnapshot
+from baton.common.messages import MAX_PAGE_NAMES, KvEvents, KvEventsWanted, KvSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ MOST_AHEAD = 64
 class _Known:
     """Of one worker process. `behind`: what its last heartbeat named and was not here then."""
 
-    __slots__ = ("ahead", "asked_s", "behind", "names", "parts", "parts_seq", "seq")
+    __slots__ = ("ahead", "asked_s", "behind", "names", "parts", "parts_bytes", "parts_seq", "seq")
 
     def __init__(self) -> None:
         self.names: set[int] = set()
@@ -54,6 +54,7 @@ class _Known:
         self.ahead: dict[int, KvEvents] = {}
         self.parts: dict[int, bytes] = {}  # of a snapshot that is not whole yet
         self.parts_seq = 0
+        self.parts_bytes = 0
 
 
 @final
@@ -84,11 +85,11 @@ class PrefixIndex:
 
     def on_snapshot(self, sender: Stamp, message: KvSnapshot, now: float) -> None:
         known = self._known.get(sender)
-        if known is None or message.seq <= known.seq or message.seq < known.parts_seq:
+        if known is None or message.seq <= known.seq or message.seq < known.parts_seq or message.part >= message.parts:
             return
         if message.seq > known.parts_seq:
-            known.parts, known.parts_seq = {}, message.seq
-        known.parts[message.part] = message.names
+            known.parts, known.parts_seq, known.parts_bytes = {}, message.seq, 0
+        self._keep_part(known, message)
         known.asked_s = now
         if len(known.parts) < message.parts:
             return
@@ -99,6 +100,15 @@ class PrefixIndex:
         known.parts = {}
         known.ahead = {seq: batch for seq, batch in known.ahead.items() if seq > known.seq}
         self._take_ahead(known, now)
+
+    def _keep_part(self, known: _Known, message: KvSnapshot) -> None:
+        """Of what there will be no room for in the end, nothing is kept until then, either."""
+        names = message.names
+        if known.parts_bytes + len(names) > 8 * (self._max_pages + MAX_PAGE_NAMES):
+            self.refused_pages += len(names) // 8
+            names = b""
+        known.parts_bytes += len(names) - len(known.parts.get(message.part, b""))
+        known.parts[message.part] = names
 
     def wants(self, sender: Stamp, seq: int, now: float) -> KvEventsWanted | None:
         """A heartbeat named batch `seq`. What to ask its sender for, if anything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import typing
+from functools import cache
 
 import msgspec
 from msgspec import inspect, structs
@@ -40,9 +41,14 @@ def random_body(dice: random.Random) -> Body:
     return random_struct(dice, dice.choice(BODIES))
 
 
+@cache
+def fields_of(kind: type) -> tuple[tuple[str, inspect.Type], ...]:
+    """Names and types of a struct's fields. To look at a type takes a hundred times as long as to draw a value."""
+    return tuple((field.name, inspect.type_info(field.type)) for field in structs.fields(kind))
+
+
 def random_struct(dice: random.Random, kind: type[Body]) -> Body:
-    fields = {field.name: random_value(dice, inspect.type_info(field.type)) for field in structs.fields(kind)}
-    return kind(**fields)
+    return kind(**{name: random_value(dice, type_of) for name, type_of in fields_of(kind)})
 
 
 def varied(dice: random.Random, body: Body) -> Body:
@@ -51,16 +57,16 @@ def varied(dice: random.Random, body: Body) -> Body:
         other = random_body(dice)
         same = {name: getattr(body, name) for name in ("key", "request_id") if hasattr(body, name)}
         return structs.replace(other, **{name: value for name, value in same.items() if hasattr(other, name)})
-    fields = [field for field in structs.fields(body) if field.name != "key" or dice.random() < 0.1]
+    fields = [field for field in fields_of(type(body)) if field[0] != "key" or dice.random() < 0.1]
     if not fields:
         return body
     changes = {}
-    for field in dice.sample(fields, min(len(fields), dice.choice((1, 1, 2)))):
-        before = getattr(body, field.name)
+    for name, type_of in dice.sample(fields, min(len(fields), dice.choice((1, 1, 2)))):
+        before = getattr(body, name)
         if isinstance(before, int) and dice.random() < 0.5:
-            changes[field.name] = before + dice.choice((-2, -1, 1, 2))
+            changes[name] = before + dice.choice((-2, -1, 1, 2))
         else:
-            changes[field.name] = random_value(dice, inspect.type_info(field.type))
+            changes[name] = random_value(dice, type_of)
     return structs.replace(body, **changes)
 
 
@@ -92,9 +98,9 @@ def random_value(dice: random.Random, kind: inspect.Type) -> object:
         case inspect.StructType(cls=cls) if cls is PromptLogprobs:  # whose parts must fit each other
             tokens, best = 4 * dice.randrange(4), dice.randrange(3)
             lengths = (tokens, tokens, tokens * best, tokens * best)
-            return cls(**{f.name: dice.randbytes(n) for f, n in zip(structs.fields(cls), lengths, strict=True)})
+            return cls(**{name: dice.randbytes(n) for name, n in zip(cls.__struct_fields__, lengths, strict=True)})
         case inspect.StructType(cls=cls):
-            return cls(**{f.name: random_value(dice, inspect.type_info(f.type)) for f in structs.fields(cls)})
+            return cls(**{name: random_value(dice, type_of) for name, type_of in fields_of(cls)})
         case inspect.VarTupleType(item_type=item):
             return tuple(random_value(dice, item) for _ in range(dice.randrange(4)))
         case inspect.TupleType(item_types=items):

@@ -369,7 +369,7 @@ def trust_what_was_asked_back(patch):
 
 def start_again_what_was_cancelled(patch):
     """No memory of what is over: a late Submit starts it once more."""
-    patch.setattr(Outbox, "is_buried", lambda self, key, now: False)
+    patch.setattr(Outbox, "is_buried", lambda self, gateway, key, now: False)
 
 
 def count_a_page_too_many(patch):

@@ -133,6 +133,11 @@ class Transport(Protocol):
 
     lane: str
 
+    @property
+    def stray(self) -> int:
+        """Callers that were turned away, and what came that nobody had asked for or that made no sense."""
+        ...
+
     def address(self) -> LaneAddress:
         """What peers need for `open`; published with the membership, so only members see it."""
         ...

@@ -87,6 +87,7 @@ class InprocTransport:
     """See StagedTransport."""
 
     lane = "inproc"
+    stray = 0  # who is not in the hub cannot say anything
 
     def __init__(self, stamp: Stamp, hub: InprocHub, watcher: Watcher) -> None:
         self.stamp = stamp

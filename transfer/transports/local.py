@@ -54,6 +54,7 @@ class LocalTransport:
         }
         self._peers: dict[Stamp, dict[Component, _PeerPool]] = {}
         self._events: list[TransportEvent] = []
+        self.stray = 0  # addresses that named no memory of the peer's
 
     def address(self) -> LaneAddress:
         address: dict[str, str | int] = {"host": _host_id(), "pid": os.getpid()}
@@ -73,8 +74,10 @@ class LocalTransport:
         try:
             self._peers[peer] = self._map(address.address)
         except NotShared as error:
+            self.stray += 1
             self._events.append(LinkDown(peer, str(error)))
         except (KeyError, ValueError, TypeError, OverflowError):
+            self.stray += 1
             self._events.append(LinkDown(peer, "its address makes no sense"))
         else:
             self._events.append(LinkUp(peer))

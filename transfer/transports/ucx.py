@@ -73,7 +73,8 @@ class UcxTransport:
     def open(self, peer: Stamp, address: LaneAddress) -> None:
         try:
             worker, door = bytes.fromhex(str(address.address["worker"])), int(address.address["door"])
-        except (KeyError, ValueError):
+            door.to_bytes(8, "little")  # a tag of UCX's
+        except (KeyError, ValueError, OverflowError):
             self._report(LinkDown(peer, "its address makes no sense"))
             return
         self._call(self._ucx.open, peer, worker, door)
@@ -96,6 +97,10 @@ class UcxTransport:
         if self._crashed is not None:
             raise RuntimeError("a bug on the UCX thread") from self._crashed
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    @property
+    def stray(self) -> int:
+        return self._ucx.stray
 
     @property
     def busy(self) -> bool:

@@ -90,6 +90,7 @@ class UcxLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self.door = _new_tag()
+        self.stray = 0  # knocks at the door that were not answered; read on another thread
         self.worker_address = self._context.worker_address.tobytes()
         self._start(self._answer_door())
 
@@ -263,6 +264,7 @@ class UcxLoop:
             try:
                 await self._context.recv(sealed, self._ucxx.tag(self.door))
             except self._ucxx.error as error:
+                self.stray += 1
                 _log.warning("ucx_door", error=str(error))  # a message that was too long
                 continue
             if self._closing.is_set():
@@ -271,6 +273,7 @@ class UcxLoop:
             if hello is not None and hello.meant_for == self._stamp.epoch:
                 self._start(self._welcome(hello))
             else:
+                self.stray += 1
                 _log.warning("ucx_stranger")
 
     async def _leave_door(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar, cast
+from typing import Annotated, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -71,13 +71,17 @@ class Ucxx:
         return cast(Context, self._new_context({}, progress_mode="thread", enable_python_future=True))
 
 
+Tag = Annotated[int, msgspec.Meta(ge=0)]
+"""As UCX has them: 64 bits, as msgpack has at most."""
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """receiver -> source's door."""
 
     stamp: Stamp
     meant_for: int  # epoch
     worker: bytes
-    reply_tag: int
+    reply_tag: Tag
     nonce: bytes
 
 
@@ -86,7 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     stamp: Stamp
     nonce: bytes
-    ask_tag: int
+    ask_tag: Tag
 
 
 MessageT = TypeVar("MessageT", Hello, Welcome)
