@@ -100,6 +100,9 @@ class KvConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     chunk_tokens: int = 512  # most query tokens in one step, over all its rows
+    chunk_target_s: float = (
+        0.0  # a step has fewer where it would take longer, by a profile made at start; 0: no profile
+    )
     max_queued_requests: int = 256
     # A prompt's last pages are sent in so many groups of layers, each as soon as it is computed; adaptive: for each
     # prompt as many as pay off, by the lane's speed and the time that the chunk takes.
@@ -115,6 +118,7 @@ class DecodeConfig:
     num_reserved_decode_tokens: int = 512  # room for growth kept per active request at admission
     local_prefill_max_tokens: int = 0  # uncached prompt parts up to this are prefilled here, not handed over
     chunk_tokens: int = 256  # most query tokens of a local prefill in one step
+    chunk_target_s: float = 0.0  # fewer where a step that streams wait for would take longer; as of prefill workers
     max_sessions: int = 256  # conversations whose KV is kept between turns; 0: none
     session_ttl_s: float = 600.0  # and so long
     lost_session: Literal["prefill", "fail"] = "prefill"  # a later turn whose KV is gone: computed again, or refused

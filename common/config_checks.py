@@ -265,6 +265,8 @@ def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:
     return [
         ("placement.gpus", config.placement.gpus),
         ("prefill_worker.grace_s", config.prefill_worker.grace_s),
+        ("prefill_worker.chunk_target_s", config.prefill_worker.chunk_target_s),
+        ("decode_worker.chunk_target_s", config.decode_worker.chunk_target_s),
         ("kv.swa_pages", config.kv.swa_pages or 0),
         ("kv.state_slots", config.kv.state_slots or 0),
         ("kv.tiers.host_bytes", config.kv.tiers.host_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import ModelRunner
+from baton.common.engine.chunk_predictor import ChunkPredictor
 from baton.common.engine.core_api import EngineCore
 from baton.common.engine.kv_feed import KvFeed
 from baton.common.ids import Stamp
@@ -24,12 +25,13 @@ class DecodeActor(WorkerActor):
         config: ClusterConfig,
         max_context_len: int,
         page_keys: PageKeys | None,
+        predictor: ChunkPredictor | None,
     ) -> EngineCore:
         own, transfer, tiers = config.decode_worker, config.transfer, config.kv.tiers
         explain = runner.guides.explain
         feed = KvFeed.of(pool, indexed=config.routing.indexed, published=config.kv_events.publish)
         return DecodeCore(
-            stamp, pool, own, transfer, max_context_len, runner.vocab_size, tiers, page_keys, explain, feed
+            stamp, pool, own, transfer, max_context_len, runner.vocab_size, tiers, page_keys, explain, feed, predictor
         )
 
     def has_tiers(self, config: ClusterConfig) -> bool:
@@ -40,3 +42,6 @@ class DecodeActor(WorkerActor):
 
     def step_tokens(self, config: ClusterConfig) -> int:
         return config.decode_worker.chunk_tokens
+
+    def chunk_target_s(self, config: ClusterConfig) -> float:
+        return config.decode_worker.chunk_target_s

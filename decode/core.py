@@ -26,6 +26,7 @@ import numpy as np
 from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import earliest
 from baton.common.engine.batch import Batch, StepResult
+from baton.common.engine.chunk_predictor import ChunkPredictor
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.policy import ExplainGrammar
@@ -82,7 +83,7 @@ _NO_TIERS = TiersConfig()
 
 class DecodeCore:
     """`EngineCore` of a decode worker. `max_context_len` bounds prompt + outputs, whose tokens are below `vocab_size`.
-    With `page_keys` there are tiers below the pool, in which pages have these names."""
+    With `page_keys` there are tiers below the pool, in which pages have these names. `predictor`: see `Steps`."""
 
     def __init__(
         self,
@@ -96,10 +97,11 @@ class DecodeCore:
         page_keys: PageKeys | None = None,
         explain_grammar: ExplainGrammar = lambda grammar: "",
         feed: KvFeed | None = None,
+        predictor: ChunkPredictor | None = None,
     ) -> None:
         assert max_context_len <= pool.max_context_len, (max_context_len, pool.max_context_len)
         self.pool = pool
-        parts = self._parts = Parts(stamp, pool, config, transfer, tiers, page_keys)
+        parts = self._parts = Parts(stamp, pool, config, transfer, tiers, page_keys, predictor)
         self._answers = Answers(parts, max_context_len)
         self._filling = Filling(parts, self._answers, transfer.handoff_ttl_s)
         self._retraction = Retraction(parts, self._answers)
@@ -301,7 +303,7 @@ class DecodeCore:
         raise AssertionError("a decode worker's steps ask for no reports")
 
     def on_step(self, result: StepResult, now: float) -> list[object]:
-        rows, chunks = self._parts.steps.collect()
+        rows, chunks = self._parts.steps.collect(result.compute_s)
         assert len(result.keys) == len(rows) + len(chunks), "the result of another step"
         self._steps += 1
         packed = np.array(result.tokens, dtype="<i4").tobytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import Deadlines
+from baton.common.engine.chunk_predictor import ChunkPredictor
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
@@ -37,6 +38,7 @@ class Parts:
         transfer: TransferConfig,
         tiers: TiersConfig,
         page_keys: PageKeys | None,
+        predictor: ChunkPredictor | None,
     ) -> None:
         self.stamp = stamp
         self.pool = pool
@@ -56,7 +58,7 @@ class Parts:
         self.waiting = WaitingRequests(pool, config, self.sessions)
         self.handoffs = Handoffs(stamp.epoch)
         self.peers = Peers()
-        self.steps = Steps(pool, config.chunk_tokens)
+        self.steps = Steps(pool, config.chunk_tokens, predictor)
 
     @property
     def lacking(self) -> bool:

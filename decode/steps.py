@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.common.engine.batch import I32, Batch, BatchRow, History, pack_batch
+from baton.common.engine.chunk_predictor import ChunkPredictor, StepRoom
 from baton.common.engine.chunks import ChunkBudget, chunk_row
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
 from baton.common.kv.pool import KvPool, Refused
@@ -22,11 +23,14 @@ MakeRoom = Callable[[DecodeRequest, Refused], bool]
 
 
 class Steps:
-    """`chunk_tokens`: most tokens of local prefills in one step."""
+    """`chunk_tokens`: most tokens of local prefills in one step. With `predictor` there are fewer where streams would
+    wait too long for the end of the step."""
 
-    def __init__(self, pool: KvPool, chunk_tokens: int) -> None:
+    def __init__(self, pool: KvPool, chunk_tokens: int, predictor: ChunkPredictor | None = None) -> None:
         self._pool = pool
         self._chunk_tokens = chunk_tokens
+        self._predictor = predictor
+        self._room: StepRoom | None = None  # of the launched step, with a predictor and chunks
         self.running: list[DecodeRequest] = []  # oldest first
         self._joined: list[DecodeRequest] = []  # since the last plan
         self.prefilling: list[DecodeRequest] = []
@@ -61,8 +65,11 @@ class Steps:
             return decode or chunks
         return join_batches(decode, chunks)
 
-    def collect(self) -> tuple[list[DecodeRequest], list[tuple[DecodeRequest, int]]]:
+    def collect(self, took_s: float) -> tuple[list[DecodeRequest], list[tuple[DecodeRequest, int]]]:
         """The step is over: its decode rows, and its chunks with the KV length each has reached."""
+        if self._predictor is not None and self._room is not None:
+            self._predictor.learn(self._room, took_s)
+        self._room = None
         rows, chunks = self._rows, self._chunks
         self._rows, self._chunks = [], []
         return rows, chunks
@@ -104,6 +111,13 @@ class Steps:
         )
         return pack_decode_rows(packed, self._pool.page_size)
 
+    def _step_room(self) -> StepRoom | None:
+        """Beside the streams of this step. Without any, nobody waits for its end."""
+        if self._predictor is None:
+            return None
+        keys = sum(request.record.kv_committed_len for request in self._rows)
+        return self._predictor.room(len(self._rows), keys, limited=bool(self._rows))
+
     def _swa_pages(self, rows: list[DecodeRequest], lengths: list[int]) -> I32 | None:
         """Of the sliding window beside full attention."""
         layout = self._pool.layout
@@ -116,7 +130,8 @@ class Steps:
         if not self.prefilling:
             return None
         rows: list[BatchRow] = []
-        budget = ChunkBudget(self._pool, self._chunk_tokens)
+        self._room = self._step_room()
+        budget = ChunkBudget(self._pool, self._chunk_tokens, self._room)
         for request in self.prefilling:
             record = request.record
             assert isinstance(request.state, Prefilling), request.state

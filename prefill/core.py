@@ -29,6 +29,7 @@ from typing import assert_never
 from baton.common.config import PrefillConfig
 from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
+from baton.common.engine.chunk_predictor import ChunkPredictor, StepRoom
 from baton.common.engine.chunks import ChunkBudget, chunk_row
 from baton.common.engine.core_api import Drain, FromPeer, MembershipView
 from baton.common.engine.kv_feed import KvFeed
@@ -72,7 +73,8 @@ PrefillEffect = ShipRegion | FinishSource | AbortSource | OpenSink | AbortSink
 
 
 class PrefillCore:
-    """`EngineCore` of a prefill worker, for a model of `vocab_size` tokens."""
+    """`EngineCore` of a prefill worker, for a model of `vocab_size` tokens. With `predictor` chunks are as long as its
+    steps should take, else as `chunk_tokens` says."""
 
     def __init__(
         self,
@@ -82,12 +84,15 @@ class PrefillCore:
         layer_groups: LayerGroups = ONE_GROUP,
         explain_grammar: ExplainGrammar = lambda grammar: "",
         feed: KvFeed | None = None,
+        predictor: ChunkPredictor | None = None,
     ) -> None:
         self.pool = pool
         self._config = config
         self._vocab_size = vocab_size
         self._explain_grammar = explain_grammar
         self._feed = feed
+        self._predictor = predictor
+        self._room: StepRoom | None = None  # of the launched step, with a predictor
         self._computing = Speed()
         self._requests: dict[HandoffKey, SourceRequest] = {}
         self._queue: list[SourceRequest] = []
@@ -327,7 +332,8 @@ class PrefillCore:
         if not self._prefilling and not self._kept:
             return None
         rows: list[BatchRow] = []
-        budget = ChunkBudget(self.pool, self._config.chunk_tokens)
+        self._room = self._predictor.room() if self._predictor is not None else None
+        budget = ChunkBudget(self.pool, self._config.chunk_tokens, self._room)
         for request in (*self._prefilling, *(one for one in self._kept if not one.complete)):
             record, total = request.record, request.total
             done = record.kv_committed_len
@@ -358,6 +364,8 @@ class PrefillCore:
         step_tokens = sum(computed)
         self.computed_tokens += step_tokens
         self._computing.add(step_tokens, result.compute_s)
+        if self._predictor is not None and self._room is not None:
+            self._predictor.learn(self._room, result.compute_s)
         for key, tokens, token, logprob in zip(result.keys, computed, result.tokens, result.logprobs, strict=True):
             request, end = launched[key]
             self.pool.commit_incoming(request.record, end)

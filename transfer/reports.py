@@ -137,3 +137,4 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     flows: tuple[Flow, ...]
     hand_offs: int
     counters: dict[str, int]
+    chunk_predictor: str = "off"  # or the formula that chooses chunks; or "failed: " and why

@@ -21,10 +21,12 @@ from msgspec import structs
 from baton.common.clock import MonotonicClock, wall_offset_s
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import KvMemory, ModelRunner
+from baton.common.engine.chunk_predictor import ChunkPredictor, Unfit
 from baton.common.engine.core_api import Drain, EngineCore
 from baton.common.engine.fake_runner import fake_runner
 from baton.common.engine.kv_feed import PublishPages
 from baton.common.engine.loop import EngineLoop, end_process
+from baton.common.engine.profiling import predictor_for
 from baton.common.engine.trace import EngineTrace
 from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
 from baton.common.huge_pages import shared_huge_pages
@@ -68,6 +70,7 @@ class CoreFactory(Protocol):
         config: ClusterConfig,
         max_context_len: int,
         page_keys: PageKeys | None,
+        predictor: ChunkPredictor | None,
     ) -> EngineCore: ...
 
 
@@ -85,6 +88,7 @@ class _Loaded:
     tiers: TierThread | None
     spans: SpanSink
     publisher: KvPublisher | None
+    chunk_predictor: str  # for people
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
@@ -145,6 +149,7 @@ class WorkerProcess:
         make_core: CoreFactory,
         max_rows: int,
         step_tokens: int,
+        chunk_target_s: float,
         make_runner: RunnerFactory,
         has_tiers: bool,
     ) -> None:
@@ -153,6 +158,7 @@ class WorkerProcess:
         self._make_core = make_core
         self._max_rows = max_rows
         self._step_tokens = step_tokens
+        self._chunk_target_s = chunk_target_s
         self._make_runner = make_runner
         self._has_tiers = has_tiers
         self._clock = MonotonicClock()
@@ -180,7 +186,8 @@ class WorkerProcess:
             events=config.routing.indexed or config.kv_events.publish,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
-        core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys)
+        predictor, chunk_predictor = self._profile(pool, runner, say)
+        core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys, predictor)
         checker = InvariantChecker()
         spans = open_sink(config, spec.process_name, self._clock)
 
@@ -226,8 +233,22 @@ class WorkerProcess:
                 io.post(effect)
 
         engine = EngineLoop(core, runner, post, self._clock, check=check)
-        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher)
+        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher, chunk_predictor)
         return io
+
+    def _profile(
+        self, pool: KvPool, runner: ModelRunner, say: Callable[[str], None]
+    ) -> tuple[ChunkPredictor | None, str]:
+        """What chooses the length of chunks, if anything shall and can; and what to say of it."""
+        if not self._chunk_target_s:
+            return None, "off"
+        say("measuring how long chunks take")
+        predictor = predictor_for(pool, runner, self._step_tokens, self._chunk_target_s)
+        if isinstance(predictor, Unfit):
+            _log.warning("chunk_predictor_off", reason=predictor.reason, chunk_tokens=self._step_tokens)
+            return None, f"failed: {predictor.reason}"
+        _log.info("chunk_predictor", formula=str(predictor))
+        return predictor, str(predictor)
 
     def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
         """How pages are named below the pool, and the levels there; None when none can be opened. Raises ConfigError
@@ -282,6 +303,7 @@ class WorkerProcess:
             flows=loaded.io.flows().result(CALL_TIMEOUT_S),
             hand_offs=snapshot.hand_offs,
             counters=counters,
+            chunk_predictor=loaded.chunk_predictor,
         )
 
     def census(self) -> dict[str, int]:
@@ -379,8 +401,8 @@ class WorkerActor(ProcessActor):
 
     def make_process(self, spec: ProcessSpec) -> WorkerProcess:
         rows, step_tokens = self.max_rows(spec.config), self.step_tokens(spec.config)
-        tiers = self.has_tiers(spec.config)
-        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, self.make_runner, tiers)
+        target_s, tiers = self.chunk_target_s(spec.config), self.has_tiers(spec.config)
+        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, target_s, self.make_runner, tiers)
         return self._process
 
     def make_core(
@@ -391,6 +413,7 @@ class WorkerActor(ProcessActor):
         config: ClusterConfig,
         max_context_len: int,
         page_keys: PageKeys | None,
+        predictor: ChunkPredictor | None,
     ) -> EngineCore:
         raise NotImplementedError
 
@@ -404,6 +427,10 @@ class WorkerActor(ProcessActor):
 
     def step_tokens(self, config: ClusterConfig) -> int:
         """Most tokens that one step computes of one request."""
+        raise NotImplementedError
+
+    def chunk_target_s(self, config: ClusterConfig) -> float:
+        """How long a step with chunks should take at most; 0: as long as `step_tokens` take."""
         raise NotImplementedError
 
     def make_runner(self, spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:

@@ -4,6 +4,7 @@ whose turn it is."""
 from __future__ import annotations
 
 from baton.common.engine.batch import I32, NO_TOKENS, BatchRow, History, Scoring
+from baton.common.engine.chunk_predictor import StepRoom
 from baton.common.engine.policy import chunk_end
 from baton.common.kv.pool import KvPool
 from baton.common.kv.record import ReqKvInfo
@@ -14,19 +15,27 @@ SCORED_TOKENS_PER_STEP = 256
 
 
 class ChunkBudget:
-    """Tokens that a step may still compute of prompts."""
+    """Tokens that a step may still compute of prompts; with `room`, also the time that it may still take."""
 
-    def __init__(self, pool: KvPool, tokens: int) -> None:
+    def __init__(self, pool: KvPool, tokens: int, room: StepRoom | None = None) -> None:
         self._pool = pool
         self._tokens = max(tokens, pool.page_size)
         self._scored = max(SCORED_TOKENS_PER_STEP, pool.page_size)
+        self._room = room
+        self._begun = False
 
     def take(self, done: int, total: int, *, scored: bool) -> int:
-        """Where the next chunk of a prompt ends; at `done` when no chunk fits any more."""
-        room = min(self._tokens, self._scored) if scored else self._tokens
-        end = chunk_end(done, total, room, self._pool.page_size, self._pool.checkpoint_at(total))
+        """Where the next chunk of a prompt ends; at `done` when no chunk fits any more. The first of a step fits in any
+        case, if only to the next page boundary."""
+        most = min(self._tokens, self._scored) if scored else self._tokens
+        if self._room is not None:
+            most = min(most, max(self._room.most_tokens(done), 0 if self._begun else self._pool.page_size))
+        end = chunk_end(done, total, most, self._pool.page_size, self._pool.checkpoint_at(total))
         self._tokens -= end - done
         self._scored -= (end - done) * scored
+        if self._room is not None:
+            self._room.take(done, end)
+        self._begun = True
         return end
 
 

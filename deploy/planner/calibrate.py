@@ -22,8 +22,10 @@ import numpy as np
 
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import BatchRow, ModelRunner, pack_batch
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
+from baton.common.least_squares import F64, non_negative_fit
 from baton.common.messages import SamplingParams
 from baton.common.units import pages_for_tokens
 from baton.deploy.planner.cost import (
@@ -35,9 +37,8 @@ from baton.deploy.planner.cost import (
     PrefillCost,
     Service,
     chunk_pairs,
-    pairs_of,
 )
-from baton.deploy.planner.fit import F64, fit_error, non_negative_fit
+from baton.deploy.planner.fit import fit_error
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
 from baton.deploy.planner.service_meter import MeasuredService, measure_service
 from baton.transfer.process import ProcessSpec

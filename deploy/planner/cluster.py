@@ -18,12 +18,13 @@ import numpy.typing as npt
 from msgspec import structs
 
 from baton.common.config import DecodeConfig, PrefillConfig
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.engine.policy import AFFINITY_TOKENS, affinity_key, affinity_seeds, affinity_weights
 from baton.common.ids import WorkerId
 from baton.common.messages import Demand
 from baton.common.routing_config import RoutingConfig
 from baton.decode.filling import LOCAL_SHARE
-from baton.deploy.planner.cost import CostModel, pairs_of
+from baton.deploy.planner.cost import CostModel
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest
 from baton.deploy.planner.workers import DecodeWorker, Job, PrefillWorker

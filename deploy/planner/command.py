@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from baton.common.config import ClusterConfig
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
 from baton.deploy.charts import check_kind
 from baton.deploy.planner.cluster import Knobs
-from baton.deploy.planner.cost import CostModel, decode_cost, encode_cost, pairs_of
+from baton.deploy.planner.cost import CostModel, decode_cost, encode_cost
 from baton.deploy.planner.outcome import parse_slo, told_s
 from baton.deploy.planner.picture import write_picture
 from baton.deploy.planner.search import MARGIN, Load, Option, Plan, Search, plan_for_rate, plan_for_workers

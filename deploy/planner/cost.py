@@ -155,11 +155,6 @@ def chunk_pairs(queries: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return queries * (ends - (queries - 1) / 2)
 
 
-def pairs_of(begin: int, end: int) -> float:
-    """The same of one chunk [begin, end) of a prompt."""
-    return (end - begin) * (begin + end + 1) / 2
-
-
 def encode_cost(cost: CostModel) -> bytes:
     """As a cost file."""
     return msgspec.json.format(msgspec.json.encode(cost), indent=2) + b"\n"

@@ -13,9 +13,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from baton.common.config import DecodeConfig, PrefillConfig
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.ids import WorkerId
 from baton.deploy.planner.caches import BlockCache
-from baton.deploy.planner.cost import CostModel, pairs_of
+from baton.deploy.planner.cost import CostModel
 from baton.deploy.planner.outcome import Answer, Outcome
 from baton.deploy.planner.traces import TraceRequest
 

@@ -36,6 +36,8 @@ FLIP_SHARE = 0.35
 """Of the other worlds, those in which workers change their role."""
 KEYS_SHARE = 0.25
 """Of all worlds, those whose gateways have a queue."""
+TARGETS_SHARE = 0.3
+"""Of all worlds, those whose workers may have a profile of their steps."""
 AFTERMATH_S = 70.0
 """Longer than a request may take, and than a last message is repeated."""
 LAYOUTS = ((True, False, False),) * 3 + (
@@ -123,6 +125,7 @@ class WorldSettings:
     late_fences: float = 0.0  # share of fences that wait for copies under way, as where pools are a device's
     overlapping: bool = False  # engines take events while a step computes; cores allow it, the engine loop does not yet
     start_s: float = 0.4  # most time from start to Hello of a process
+    profile_steps: int = 1 << 20  # of a start-up profile, those after which it breaks
     step: StepTimer = field(default_factory=lambda: StepCost(0.004, 0.0002))
     prefill_config: PrefillConfig = field(default_factory=lambda: PrefillConfig(chunk_tokens=16))
     decode_config: DecodeConfig = field(
@@ -227,6 +230,7 @@ def random_settings(seed: int) -> WorldSettings:
     settings = dataclasses.replace(settings, lane_hangs=hangs.choice((0, 0, 1, 3)) * (not calm and not steady))
     settings = dataclasses.replace(settings, routing=_routing(Random(seed ^ 0x20D7E)))
     settings = _with_keys(settings, Random(seed ^ 0x4E15))
+    settings = _with_targets(settings, Random(seed ^ 0x7A26))
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 
@@ -243,6 +247,22 @@ def _with_keys(settings: WorldSettings, rng: Random) -> WorldSettings:
     if rng.random() >= KEYS_SHARE:
         return settings
     return dataclasses.replace(settings, dispatch_ahead=ahead, weights=weights)
+
+
+def _with_targets(settings: WorldSettings, rng: Random) -> WorldSettings:
+    """In some worlds chunks follow what a step is predicted to take; in some of these the profile breaks, and they
+    do not."""
+    # From less than any step takes, to what some dozens of tokens take.
+    prefill_s, decode_s = (rng.choice((0.0, 0.001, 0.015, 0.035)) for _ in range(2))
+    steps = rng.choice((0, 5, 1 << 20, 1 << 20))
+    if rng.random() >= TARGETS_SHARE:
+        return settings
+    return dataclasses.replace(
+        settings,
+        profile_steps=steps,
+        prefill_config=dataclasses.replace(settings.prefill_config, chunk_target_s=prefill_s),
+        decode_config=dataclasses.replace(settings.decode_config, chunk_target_s=decode_s),
+    )
 
 
 def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:

@@ -16,9 +16,12 @@ import numpy as np
 from msgspec import structs
 
 from baton.common.engine.batch import Batch
+from baton.common.engine.breaking_runner import BreakingRunner
+from baton.common.engine.chunk_predictor import ChunkPredictor
 from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner, run_out
 from baton.common.engine.kv_feed import KvFeed
+from baton.common.engine.profiling import predictor_for
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
@@ -85,10 +88,13 @@ class WorkerProcess(MemberProcess):
             bytes_per_token=settings.bytes_per_token,
             layers=settings.layers,
         )
+        predictor = self._profile(config.chunk_tokens, config.chunk_target_s)
         self.core: EngineCore
         if role == "prefill":
             groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
-            self.core = PrefillCore(self.pool, settings.prefill_config, self.runner.vocab_size, groups, feed=feed)
+            self.core = PrefillCore(
+                self.pool, settings.prefill_config, self.runner.vocab_size, groups, feed=feed, predictor=predictor
+            )
         else:
             self.core = DecodeCore(
                 stamp,
@@ -100,6 +106,7 @@ class WorkerProcess(MemberProcess):
                 settings.tiers,
                 page_keys_of(settings),
                 feed=feed,
+                predictor=predictor,
             )
         memory = self.runner.memory
         self.endpoint = Endpoint(
@@ -131,6 +138,14 @@ class WorkerProcess(MemberProcess):
         self._to_io_s = self._to_engine_s = 0.0
         self._view = ViewWatch(self.name)
         self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
+
+    def _profile(self, chunk_tokens: int, target_s: float) -> ChunkPredictor | None:
+        """In worlds where one is wanted; in some of them it fails, and nothing else does."""
+        if not target_s:
+            return None
+        runner = BreakingRunner(self.runner, self._settings.profile_steps, RuntimeError("the simulated profile breaks"))
+        found = predictor_for(self.pool, runner, chunk_tokens, target_s)
+        return found if isinstance(found, ChunkPredictor) else None
 
     # ----------------------------------------------------------------------------------- engine thread
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.common.config import DecodeConfig, KvReturn, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.batch import Batch
+from baton.common.engine.chunk_predictor import ChunkPredictor
 from baton.common.engine.core_api import EngineCore, FromPeer, MembershipView, SendTo
 from baton.common.engine.fake_model import fake_vocabulary
 from baton.common.engine.fake_runner import FakeRunner, StepCost, fake_runner
@@ -190,6 +191,7 @@ def decode_engine(
     tiers: TiersConfig | None = None,
     layers: int = 1,
     guided: bool = False,
+    predictor: ChunkPredictor | None = None,
     **config: int,
 ) -> Engine:
     """`guided`: its door knows what is wrong with a grammar."""
@@ -200,9 +202,8 @@ def decode_engine(
 
     def make(pool: KvPool) -> DecodeCore:
         explain = Guides(fake_vocabulary).explain if guided else no_door
-        return DecodeCore(
-            DECODE, pool, made, TransferConfig(), context, VOCABULARY, tiers or TiersConfig(), keys, explain
-        )
+        tiered, transfer = tiers or TiersConfig(), TransferConfig()
+        return DecodeCore(DECODE, pool, made, transfer, context, VOCABULARY, tiered, keys, explain, predictor=predictor)
 
     return Engine(make, sizes, made.chunk_tokens)
 
@@ -220,6 +221,7 @@ def prefill_engine(
     layers: int = 1,
     page_bytes: int = 0,
     guided: bool = False,
+    predictor: ChunkPredictor | None = None,
     **config: int,
 ) -> Engine:
     """`page_bytes`: what its core believes of a page, when it decides by itself how to ship layers. `guided`: its door
@@ -228,7 +230,11 @@ def prefill_engine(
     sizes = Sizes(pages, page_size, rows, context, layout, swa_pages, slots, cache, layers)
     groups = LayerGroups(layers, page_bytes, made.layer_groups)
     explain = Guides(fake_vocabulary).explain if guided else no_door
-    return Engine(lambda pool: PrefillCore(pool, made, VOCABULARY, groups, explain), sizes, made.chunk_tokens)
+
+    def make(pool: KvPool) -> PrefillCore:
+        return PrefillCore(pool, made, VOCABULARY, groups, explain, predictor=predictor)
+
+    return Engine(make, sizes, made.chunk_tokens)
 
 
 @dataclass

@@ -9,7 +9,9 @@ import pytest
 from planner_rig import COST, costing
 
 from baton.common.engine.batch import BatchRow, pack_batch
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
+from baton.common.least_squares import non_negative_fit
 from baton.common.messages import SamplingParams
 from baton.deploy.planner.calibrate import StepPoint, fit_decode, fit_lane, fit_prefill, with_service
 from baton.deploy.planner.cost import (
@@ -19,9 +21,7 @@ from baton.deploy.planner.cost import (
     PrefillCost,
     decode_cost,
     encode_cost,
-    pairs_of,
 )
-from baton.deploy.planner.fit import non_negative_fit
 from baton.deploy.planner.lane_meter import MeasuredHandoff
 from baton.deploy.planner.service_meter import MeasuredService
 
