@@ -89,12 +89,16 @@ def write_config(folder: Path, there: dict[str, hosts.Host]) -> Path:
 
 
 def furnish(host: hosts.Host, role: str) -> None:
-    """What its owner does before `ray up`."""
+    """What its owner does before `ray up`. Prefill shall be near what the first core is near to."""
+    if role == "prefill":
+        (host.home / "baton-near").write_text("taskset --cpu-list 0")
     (host.home / "baton-venv" / "bin").parent.mkdir()
     (host.home / "baton-venv" / "bin").symlink_to(Path(sys.executable).parent)
     source = os.environ.get("PYTHONPATH", str(ROOT / ".src"))
     # A machine that runs all hosts at once is slow to answer.
-    (host.home / ".bashrc").write_text(f"export PYTHONPATH={source} RAY_health_check_period_ms=2000\n")
+    (host.home / ".bashrc").write_text(
+        f"export PYTHONPATH={source} RAY_health_check_period_ms=2000 RAY_agent_register_timeout_ms=60000\n"
+    )
     (host.home / "baton-role").write_text(role)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from open_ports import documented_for, listeners_of
 from otlp_receiver import Received, Receiver, receiving, tree
 from vllm_events import Subscriber
 
@@ -36,6 +38,7 @@ from baton.deploy.cli import FAILED, OK, run_command
 from baton.deploy.show import all_idle
 from baton.deploy.tokenizer import ByteTokenizer
 from baton.transfer.kv_publisher import publishing_ports
+from baton.transfer.process import recorded_pid, run_root
 
 pytestmark = pytest.mark.ray
 
@@ -155,6 +158,28 @@ def test_programs_outside_read_what_is_cached_as_vllm_tells_it(client: Client, c
     finally:
         for subscriber in subscribers:
             subscriber.close()
+
+
+def test_every_open_port_is_in_the_operations_guide(cluster: Cluster) -> None:
+    (run_dir,) = Path(run_root()).glob(f"test-http-{os.getpid()}-*")
+    names = sorted(path.name for path in run_dir.glob("[!.]*"))
+    assert names == ["controller", "decode-0@1", "decode-1@1", "gateway-0@1", "prefill-0@1"]
+    for name in names:
+        pid = recorded_pid(str(run_dir), name)
+        assert pid is not None, name
+        worker = WorkerId(name.partition("@")[0])
+        wanted, found = documented_for(worker.partition("-")[0]), listeners_of(pid)
+        assert len(found) == len(wanted), (name, found, wanted)
+        # All but Ray's own are on the addresses that settings name: by default on this machine's own.
+        everywhere = {one.port for one in found if not ipaddress.ip_address(one.host).is_loopback}
+        assert len(everywhere) == sum(one.host == "all addresses" for one in wanted), (name, found)
+        chosen = [one for one in wanted if one.port.startswith("`")]
+        if worker.startswith("gateway"):
+            known = {httpx.URL(cluster.url).port}
+        else:
+            known = set(publishing_ports(worker, KV_EVENTS)) if chosen else set()
+        assert known <= {one.port for one in found} - everywhere, (name, found)
+        assert len(known) == len(chosen), (name, chosen)
 
 
 def test_answers_are_right_and_were_handed_over(client: Client, cluster: Cluster) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -530,3 +534,42 @@ def test_names_that_no_database_can_keep(store: JobStore) -> None:
 
 def test_records_have_the_columns_that_there_are(store: JobStore) -> None:
     assert msgspec.json.decode(begun(store, 1).metadata) == {"for": "test"}
+
+
+def documented(what: str, **values: str) -> str:
+    """The command that docs/OPERATIONS.md has under this name, with these values."""
+    text = (Path(__file__).parents[2] / "docs" / "OPERATIONS.md").read_text()
+    (command,) = re.findall(rf"^{what}[^\n]*\n```\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    for name, value in values.items():
+        assert name in command
+        command = command.replace(name, value)
+    return str(command)
+
+
+def test_what_was_backed_up_while_it_was_used_is_there_again(store: JobStore, place: str, tmp_path: Path) -> None:
+    kind, name = ("PostgreSQL", "DATABASE") if place.startswith("postgres") else ("SQLite", "jobs.sqlite")
+    values = {name: place, "BACKUP": str(tmp_path / "copy"), "python3": sys.executable}
+    if kind == "PostgreSQL":
+        values.pop("python3")
+        if shutil.which("pg_dump") is None:
+            pytest.skip("no pg_dump on this machine")
+    batch = begun(store, 5)
+    answer(store, claim(store, "runner", 2))
+    writing = open_database(place)
+    with writing.transaction() as tx:
+        tx.run("UPDATE batches SET metadata = ?", ("half written",))
+        subprocess.run(["bash", "-ec", documented(f"{kind}, backup", **values)], check=True, timeout=60)
+    answer(store, claim(store, "runner"))
+    store.close()
+    writing.close()
+    if kind == "SQLite":
+        values.pop("python3")
+    subprocess.run(["bash", "-ec", documented(f"{kind}, restore", **values)], check=True, timeout=60)
+    restored = JobStore(open_database(place))
+    try:
+        found = restored.batch(ME, batch.id)
+        assert (found.completed, found.status, found.metadata) == (2, "in_progress", batch.metadata)
+        answer(restored, claim(restored, "another", now_s=LEASE_S))
+        assert restored.batch(ME, batch.id).status == "completed"
+    finally:
+        restored.close()
