@@ -173,6 +173,8 @@ class GatewayConfig:
     port: int = 8000
     api_keys_file: str = ""  # of `baton keys new`; "": whoever reaches the gateway may use it
     open_metrics: bool = True  # /metrics needs no key, as the probes; it has the names of keys
+    allowed_hosts: tuple[str, ...] = ()  # what it is called, for browsers, where there are no keys. None named: on
+    # loopback localhost and addresses, elsewhere anything
     open_to_network: bool = False  # without keys it listens on other addresses than this machine's own only if told so
     max_inflight_requests: int = 512  # those that wait here included
     max_queued_tokens: int = 4 << 20  # of the prompts that wait here

@@ -117,17 +117,21 @@ def _validate_door(gateway: GatewayConfig) -> None:
     for name, path in files.items():
         if path and not (path.startswith("/") and path.isprintable()):
             raise ConfigError(f"gateway.{name}", path, "must be an absolute path: the gateway starts elsewhere")
-    if not gateway.api_keys_file and not gateway.open_to_network and not _is_loopback(gateway.host):
+    if not gateway.api_keys_file and not gateway.open_to_network and not is_loopback(gateway.host):
         reason = "others could use the cluster without an API key"
         hint = "gateway.api_keys_file, made with `baton keys new`; or gateway.open_to_network=true"
         raise ConfigError("gateway.host", gateway.host, reason, hint)
+    for host in gateway.allowed_hosts:
+        if not host or set(host) & set("/:*[] "):
+            raise ConfigError("gateway.allowed_hosts", host, "expected a name alone", "for example baton.example.org")
     for name in ("tls_cert", "tls_key"):
         if not files[name] and gateway.tls_cert + gateway.tls_key:
             raise ConfigError(f"gateway.{name}", "", "a certificate and its key are needed together")
     validate_http(gateway.http)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """An address of this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

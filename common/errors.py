@@ -16,6 +16,8 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     MODEL_NOT_FOUND = "model_not_found"
     UNAUTHENTICATED = "invalid_api_key"  # OpenAI's word, as the next one
+    ADMIN_ONLY = "admin_key_required"  # a valid key, and not one of an operator's
+    FOREIGN_SITE = "foreign_site"  # a page of somebody else's, or a name that is not this gateway's
     RATE_LIMITED = "rate_limit_exceeded"
     OVERLOADED = "overloaded"
     DEADLINE_UNREACHABLE = "deadline_unreachable"  # by the measured speed of the queue

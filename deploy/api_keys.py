@@ -54,6 +54,7 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit
     requests_per_minute: Rate | None = None  # at each gateway, as the next one
     tokens_per_minute: Rate | None = None  # of prompts and answers
     top_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = -MAX_PRIORITY  # smaller is more urgent
+    admin: bool = False  # an operator's: it may see what everybody does
 
 
 class Keys(Protocol):
@@ -62,16 +63,22 @@ class Keys(Protocol):
     def owner_of(self, authorization: str) -> str:
         """Whose sessions, files and batches a request may use, by its header. Raises RequestError UNAUTHENTICATED."""
 
+    def is_admin(self, owner: str) -> bool:
+        """He may see the whole cluster: its workers, hand-offs and traces, of all requests."""
+
     def tenant_of(self, owner: str) -> Tenant:
         """With whom the cluster is shared. Raises RequestError UNAUTHENTICATED when there is no such key any more."""
 
 
 @final
 class NoKeys:
-    """An open gateway: whoever names a key has what was made with it for himself, and all share as one."""
+    """An open gateway: whoever names a key has what was made with it for himself; all share as one, and may see all."""
 
     def owner_of(self, authorization: str) -> str:
         return hashlib.sha256(authorization.encode()).hexdigest()
+
+    def is_admin(self, owner: str) -> bool:
+        return True
 
     def tenant_of(self, owner: str) -> Tenant:
         return EVERYBODY
@@ -84,6 +91,7 @@ class Keyring:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._digests = [(bytes.fromhex(key.sha256), key.name) for key in keys]
         self._tenants = {key.name: _tenant(key) for key in reversed(keys)}
+        self._admins = {key.name: key.admin for key in reversed(keys)}
 
     def owner_of(self, authorization: str) -> str:
         kind, _, key = authorization.partition(" ")
@@ -92,6 +100,9 @@ class Keyring:
             what = "this is not a key of this cluster" if authorization else "an API key is needed"
             raise RequestError(ErrorCode.UNAUTHENTICATED, f"{what}: send Authorization: Bearer <key>")
         return NAMED + found
+
+    def is_admin(self, owner: str) -> bool:
+        return owner.startswith(NAMED) and self._admins.get(owner.removeprefix(NAMED), False)
 
     def tenant_of(self, owner: str) -> Tenant:
         tenant = self._tenants.get(owner.removeprefix(NAMED)) if owner.startswith(NAMED) else None
@@ -121,6 +132,9 @@ class KeyFile:
 
     def owner_of(self, authorization: str) -> str:
         return self._current().owner_of(authorization)
+
+    def is_admin(self, owner: str) -> bool:
+        return self._current().is_admin(owner)
 
     def tenant_of(self, owner: str) -> Tenant:
         return self._current().tenant_of(owner)

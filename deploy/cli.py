@@ -61,6 +61,8 @@ def run_command(arguments: list[str]) -> int:
         err.print(f"baton: {error}", markup=False)
         if isinstance(error, RequestError) and error.code is ErrorCode.UNAUTHENTICATED:
             err.print("commands send the key that is in BATON_API_KEY; `baton keys new` makes one", markup=False)
+        if isinstance(error, RequestError) and error.code is ErrorCode.ADMIN_ONLY:
+            err.print("the key in BATON_API_KEY is a client's; ask with an operator's", markup=False)
         return FAILED
     return OK
 

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from baton.common.config import GatewayConfig
+from baton.common.config_checks import is_loopback
 from baton.common.errors import ErrorCode, RequestError
 from baton.common.ids import SessionId
 from baton.common.kv.layout import Component
@@ -34,11 +35,13 @@ from baton.deploy.chrome_trace import chrome_trace
 from baton.deploy.gateway_shell import Gateway
 from baton.deploy.http_door import Door
 from baton.deploy.http_parts import Bodies, IdempotencyKey, error_response, json_response, owner_of, parse_aside
+from baton.deploy.http_sites import Sites
 from baton.deploy.jobs.api import JobsApi
 from baton.deploy.keyed_answers import KeyedAnswers
 from baton.deploy.openai_answers import answer_json, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
+    HTTP_STATUS,
     ErrorDetail,
     ErrorReply,
     ModelCard,
@@ -73,6 +76,7 @@ class HttpApi:
         self._received = Bodies(settings.max_body_bytes, settings.http.max_receiving_bytes)
         self._request_timeout_s = settings.request_timeout_s
         self._open_metrics = settings.open_metrics
+        self._sites = _sites_of(settings)
         self._created = int(time.time())  # a date for clients, not a clock
         self._bodies: tuple[type, ...] = ()  # of which the OpenAPI document has the schemas
 
@@ -92,14 +96,18 @@ class HttpApi:
             "/health": self.health,
             "/metrics": self.metrics,
             "/version": self.version,
-            "/status": self.status,
-            "/kv/{worker}/{page}": self.page_owner,
-            "/handoffs/{worker}": self.handoffs,
+        }
+        of_operators: dict[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
+            "/status": ("GET", self.status),
+            "/kv/{worker}/{page}": ("GET", self.page_owner),
+            "/handoffs/{worker}": ("GET", self.handoffs),
+            "/trace": ("POST", self.trace),
         }
         gateway = self._gateway
         app.add_middleware(
             Door,
             keys=gateway.keys,
+            sites=self._sites,
             open_metrics=self._open_metrics,
             on_stranger=partial(gateway.metrics.http, "stranger"),
         )
@@ -107,11 +115,12 @@ class HttpApi:
         api_page.add_routes(app)
         self._bodies += self._jobs.add_routes(app)
         app.add_api_route("/v1/idempotency/{key:path}", self.forget_key, methods=["DELETE"])
-        app.add_api_route("/trace", self.trace, methods=["POST"])
         app.add_api_route("/v1/sessions", self.open_session, methods=["POST"])
         app.add_api_route("/v1/sessions/{session_id}", self.close_session, methods=["DELETE"])
         for path, handler in pages.items():
             app.add_api_route(path, handler, methods=["GET"])
+        for path, (method, handler) in of_operators.items():
+            app.add_api_route(path, handler, methods=[method], dependencies=[Depends(self._only_operators)])
         app.add_exception_handler(HTTPException, self.not_found)
         app.add_exception_handler(RequestError, self.refused)
         app.add_exception_handler(RequestValidationError, self.malformed_path)
@@ -233,6 +242,13 @@ class HttpApi:
     async def version(self) -> Response:
         return json_response({"version": self._gateway.version, "model": self._gateway.model.name})
 
+    async def _only_operators(self, request: Request) -> None:
+        """Raises RequestError ADMIN_ONLY: what these pages show is of everybody's requests."""
+        if not self._gateway.keys.is_admin(owner_of(request)):
+            self._gateway.metrics.http("operator", HTTP_STATUS[ErrorCode.ADMIN_ONLY])
+            reason = "this shows what everybody does, and wants a key of an operator's (`baton keys new --admin`)"
+            raise RequestError(ErrorCode.ADMIN_ONLY, reason)
+
     async def status(self) -> Response:
         return json_response(await self._gateway.status())
 
@@ -275,6 +291,14 @@ class HttpApi:
     async def internal_error(self, request: Request, error: Exception) -> Response:
         """A bug in the gateway. The client gets a clear answer; where it happened goes to the log (`accounts.py`)."""
         return error_response(RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says why"))
+
+
+def _sites_of(settings: GatewayConfig) -> Sites | None:
+    """Whose pages may ask. None: everybody shows a key."""
+    if settings.api_keys_file:
+        return None
+    named = bool(settings.allowed_hosts) or is_loopback(settings.host)
+    return Sites(settings.allowed_hosts if named else None)
 
 
 def _refused(error: RequestError) -> Response:

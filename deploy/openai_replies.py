@@ -21,6 +21,8 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.ADMIN_ONLY: 403,
+    ErrorCode.FOREIGN_SITE: 403,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.DEADLINE_UNREACHABLE: 429,
@@ -248,6 +250,7 @@ def http_error(error: RequestError) -> HttpError:
     kind = {
         400: "invalid_request_error",
         401: "invalid_request_error",
+        403: "permission_error",
         404: "not_found_error",
         409: "conflict_error",
         410: "gone_error",

@@ -28,13 +28,14 @@ def new(
     requests_per_minute: Annotated[float | None, typer.Option(help="Most, at each gateway.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Most, of prompts and answers.")] = None,
     top_priority: Annotated[int, typer.Option(help="The most urgent it may be; smaller is sooner.")] = -MAX_PRIORITY,
+    admin: Annotated[bool, typer.Option("--admin", help="An operator's: it may see what everybody does.")] = False,
 ) -> None:
     """Make a key. It is printed once; the file has its hash alone. A gateway that runs sees a change in a second."""
     from baton.deploy.api_keys import ApiKey, entry_line, new_key
 
     wanted = {
         "name": name, "sha256": "0" * 64, "weight": weight, "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute, "top_priority": top_priority,
+        "tokens_per_minute": tokens_per_minute, "top_priority": top_priority, "admin": admin,
     }  # fmt: skip
     try:
         key, entry = new_key(msgspec.convert(wanted, ApiKey))

@@ -19,7 +19,7 @@ function element(name, className = "", text = "") {
 
 async function call(path, options = {}) {
   const response = await fetch(path, { headers: headers(), ...options });
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw Object.assign(new Error(await reason(response)), { status: response.status });
   return response;
 }
 
@@ -361,7 +361,8 @@ async function watch() {
     try {
       await look();
     } catch (error) {
-      $("state").replaceChildren(element("span", "bad", `the gateway does not answer: ${error.message}`));
+      const what = error.status === 403 ? error.message : `the gateway does not answer: ${error.message}`;
+      $("state").replaceChildren(element("span", "bad", what));
     }
   }
   setTimeout(watch, 1000);

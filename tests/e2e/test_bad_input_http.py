@@ -160,7 +160,7 @@ def test_too_many_requests_are_told_when_to_come_back() -> None:
         held = served.http.build_request("POST", "/v1/completions", json=body)
         with socket.create_connection(("127.0.0.1", held.url.port or 0)) as connection:
             content = held.read()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content)
             # The second request may overtake the first: then it is the one that is held, until its own deadline.
             for _ in range(20):
@@ -203,7 +203,7 @@ def test_a_client_cannot_ask_for_more_time_than_the_server_gives() -> None:
 def test_a_half_sent_request_disturbs_nobody(served: Served) -> None:
     port = int(served.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"model":')
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"model":')
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"\x00\x01garbage\r\n\r\n")
         assert b"400" in connection.recv(1000)

@@ -28,8 +28,8 @@ LIMITS = HttpConfig(
     stall_s=0.3,
     min_bytes_per_s=1000.0,
 )
-GET = b"GET /live HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 SECRET = "sk-baton-do-not-tell"
 
 
@@ -105,7 +105,7 @@ def test_a_body_that_goes_on_after_its_answer(served: Served) -> None:
     """Who was refused may finish, so that it sees why; but not for ever."""
     before = ended(served)
     with Raw(served) as raw:
-        raw.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        raw.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert status_of(raw.read_until(b"\r\n\r\n")) == 404
         while raw.send(b"400\r\n" + b"x" * 1024 + b"\r\n"):
             pass
@@ -184,10 +184,10 @@ CHUNKS = b"5\r\nGET /\r\n0\r\n\r\n"
         (GET + b"Host: y\r\n\r\n", 400),
         (b"GET /live HTTP/1.1\r\n\r\n", 400),
         (b"GET /live\r\n\r\n", 400),
-        (b"GET /live HTTP/1.1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-        (b"GET /l\xffve HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /live HTTP/1.1 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET /l\xffve HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-        (b"GET /live HTTP/2.0\r\nHost: x\r\n\r\n", 505),
+        (b"GET /live HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 400),
         (bytes(range(256)) * 4, 400),
     ],
@@ -221,8 +221,8 @@ def test_no_other_protocol_is_spoken(served: Served) -> None:
     upgrade = (
         b"Connection: Upgrade, close\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
     )
-    assert status_of(ask(served, b"GET /ws HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")) == 404
-    assert status_of(ask(served, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")) == 404
+    assert status_of(ask(served, b"GET /ws HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n")) == 404
+    assert status_of(ask(served, b"CONNECT x:1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")) == 404
 
 
 # ------------------------------------------------------------------------------------- what it asks for
@@ -327,7 +327,9 @@ def test_ids_that_are_none(served: Served, odd: str) -> None:
         ("GET", f"/ui/{odd}"),
         ("GET", f"/docs/{odd}"),
     ]
-    pipelined = b"".join(b"%s %s HTTP/1.1\r\nHost: x\r\n\r\n" % (how.encode(), path.encode()) for how, path in asked)
+    pipelined = b"".join(
+        b"%s %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (how.encode(), path.encode()) for how, path in asked
+    )
     said = ask(served, pipelined + GET + b"Connection: close\r\n\r\n")
     statuses = re.findall(rb"HTTP/1\.1 (\d{3}) ", said)
     assert len(statuses) == len(asked) + 1

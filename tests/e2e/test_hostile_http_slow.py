@@ -103,7 +103,11 @@ def process() -> Iterator[Process]:
 
 def request(path: str, body: dict[str, object]) -> bytes:
     content = json.dumps(body).encode()
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), len(content), content)
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (
+        path.encode(),
+        len(content),
+        content,
+    )
 
 
 async def until(process: Process, http: httpx.AsyncClient, name: str, good: Callable[[float], bool]) -> None:

@@ -83,7 +83,8 @@ def collector() -> Iterator[Receiver]:
 @pytest.fixture(scope="module")
 def cluster(ray_session: str, collector: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    keys.write_text(entry_line(ApiKey(name="tests", sha256=hashlib.sha256(SECRET.encode()).hexdigest())))
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    keys.write_text(entry_line(ApiKey(name="tests", sha256=digest, admin=True)))
     command = [sys.executable, "-m", "baton.deploy.cli", "serve", "--model", "fake", "--port", "0"]
     command += ["--ray-address", ray_session]
     command += ["--set", f"cluster=test-http-{os.getpid()}", "--set", f"model.max_model_len={MAX_MODEL_LEN}"]

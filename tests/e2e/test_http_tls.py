@@ -62,7 +62,12 @@ def test_a_client_that_does_not_trust_it_says_so(served: Served) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", bytes(100_000)],
+    [
+        b"",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        bytes(100_000),
+    ],
     ids=["nothing", "HTTP in the clear", "half a greeting", "no greeting"],
 )
 def test_who_does_not_come_to_an_agreement_is_let_go(served: Served, folder: Path, said: bytes) -> None:
@@ -97,7 +102,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake(served: Served, fold
             except ssl.SSLWantReadError:
                 plain.sendall(going.read())
                 coming.write(plain.recv(1 << 16))
-        encrypted.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        encrypted.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         plain.sendall(going.read())
         heard = b""
         while not heard.endswith(b"}"):
@@ -120,7 +125,7 @@ def test_a_stream_that_is_not_read(folder: Path) -> None:
             socket.create_connection(("127.0.0.1", port_of(served)), GIVE_UP_S) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted,
         ):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
             encrypted.sendall(head + body)
             assert served.worker.cancelled.wait(GIVE_UP_S)
         assert metric(served, "baton_http_connections_ended_total", reason="read_rate") == 1
