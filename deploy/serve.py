@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from rich.console import Console
@@ -80,9 +80,16 @@ def running_cluster(config: ClusterConfig, console: Console, ray_address: str | 
         handle.shutdown()
 
 
-def serve(layers: Sequence[Layer], ray_address: str | None, console: Console) -> None:
-    """Until Ctrl-C or SIGTERM. A second one does not wait for a clean end."""
+def serve(
+    layers: Sequence[Layer],
+    ray_address: str | None,
+    console: Console,
+    before: Callable[[ClusterConfig], None] | None = None,
+) -> None:
+    """Until Ctrl-C or SIGTERM. A second one does not wait for a clean end. `before` may refuse what was decided."""
     config = decide(layers, console)
+    if before is not None:
+        before(config)
     with running_cluster(config, console, ray_address) as handle:
         _show_how_to_ask(handle, console)
         with told_to_stop() as stop:

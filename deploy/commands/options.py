@@ -37,6 +37,9 @@ Cluster = Annotated[str, typer.Option(help="Its name, of the setting `cluster`."
 DrainS = Annotated[float, typer.Option(help="What runs may take so long to finish.")]
 Worker = Annotated[str, typer.Argument(help="decode-0, say.")]
 Url = Annotated[str | None, typer.Option(help="The gateway. Default: $BATON_URL, else http://127.0.0.1:8000.")]
+Doctor = Annotated[
+    bool, typer.Option("--doctor", help="Examine the hosts first, and bring nothing up where anything fails.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 

@@ -15,6 +15,7 @@ from baton.deploy.commands.options import (
     Cluster,
     ConfigFile,
     Decode,
+    Doctor,
     DrainS,
     Dtype,
     Host,
@@ -44,12 +45,14 @@ def serve(
     config: ConfigFile = None,
     settings: Settings = None,
     ray_address: RayAddress = None,
+    doctor: Doctor = False,
 ) -> None:
     """Bring a cluster up and serve until Ctrl-C."""
+    from baton.deploy.doctor.command import refuse_unfit
     from baton.deploy.serve import serve as run_server
 
     layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
-    run_server(layers, ray_address, err)
+    run_server(layers, ray_address, err, (lambda wanted: refuse_unfit(wanted, ray_address, err)) if doctor else None)
 
 
 def deploy(
@@ -67,19 +70,23 @@ def deploy(
     keep: Annotated[
         str | None, typer.Option(metavar="URL", help="Stay, and do it again when this gateway is silent for a minute.")
     ] = None,
+    doctor: Doctor = False,
 ) -> None:
     """Bring a cluster up on a Ray that runs, and leave it there. Does nothing where it is there already."""
     from baton.deploy import standing
+    from baton.deploy.doctor.command import refuse_unfit
     from baton.deploy.serve import Progress, decide, told_to_stop
 
     layers = layers_of(config, settings, flags_of(model, prefill, decode, host, port, dtype))
 
     def stand_up() -> None:
         if standing.is_jobs_api(address):
-            options = [f"--drain-s={drain_s}", *(["--replace"] if replace else [])]
+            options = [f"--drain-s={drain_s}", *(["--replace"] if replace else []), *(["--doctor"] if doctor else [])]
             standing.submit(address, standing.deploy_command(layers, options), typer.echo)
             return
         wanted, say = decide(layers, err), Progress(err)
+        if doctor:
+            refuse_unfit(wanted, address, err)
         handle = standing.stand_up(wanted, address, replace=replace, drain_s=drain_s, on_progress=say)
         typer.echo("\n".join(standing.gateway_urls(handle)))
 

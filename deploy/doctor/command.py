@@ -118,8 +118,16 @@ def examine_ray(config: ClusterConfig, ray_address: str, bounds: Bounds, say: Sa
     return _examine(config, hosts, probes, bounds, say, members)
 
 
-def refuse_unfit(found: Found, console: Console) -> None:
-    """Shows it. Raises NotFit when anything has failed."""
+def refuse_unfit(config: ClusterConfig, ray_address: str | None, console: Console) -> None:
+    """Before a cluster is brought up: examines the hosts of that Ray, or this machine, and shows what was found. Raises
+    NotFit when anything has failed."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, style="dim")
+
+    found = (
+        examine_here(config, Bounds(), say) if ray_address is None else examine_ray(config, ray_address, Bounds(), say)
+    )
     findings = judge(found)
     print_found(found, findings, console)
     if not nothing_failed(findings):
