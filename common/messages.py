@@ -20,7 +20,7 @@ from baton.common.kv.layout import Component
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.spans import NOT_TRACED, Context
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 MAX_TOKENS = 1 << 20
 MAX_REGION_UNITS = 1 << 16
@@ -198,8 +198,9 @@ class LaneAddress(_Value, frozen=True, kw_only=True):
     address: Annotated[dict[str, str | int], Meta(max_length=16)]
 
 
-class Member(_Value, frozen=True, kw_only=True):
-    """One process of the cluster, as the controller publishes it."""
+class Member(_Value, frozen=True, kw_only=True, omit_defaults=True):
+    """One process of the cluster, as the controller publishes it. It travels in Hello, so it is frozen like that.
+    `group` is the controller's word: those of one may hand over to each other (baton.common.compat)."""
 
     stamp: Stamp
     role: ShortStr  # "prefill" | "decode" | "gateway" | "controller"
@@ -207,6 +208,7 @@ class Member(_Value, frozen=True, kw_only=True):
     lanes: Annotated[tuple[LaneAddress, ...], Meta(max_length=8)] = ()
     fingerprint: Annotated[dict[str, str], Meta(max_length=64)] = {}
     load: Load = Load()
+    group: ShortStr = ""
 
 
 # ----------------------------------------------------------------- registration, membership, liveness
@@ -228,13 +230,14 @@ class Reject(_Message, frozen=True, kw_only=True):
     differences: Annotated[dict[str, str], Meta(max_length=64)] = {}
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True):
+class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Each `heartbeat_interval_s`: a worker to the controller and every gateway, a gateway to the controller and every
     decode worker, and whoever has a hand-off to its peer, who is asked to say that it lives, too."""
 
     load: Load = Load()
     asks: bool = False
     view: Count = 0  # the version of the membership that the sender goes by; 0: none yet
+    leaving: bool = False  # it was told to stop (SIGTERM): it finishes what it has, and wants a successor
 
 
 class Membership(_Message, frozen=True, kw_only=True):

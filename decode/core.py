@@ -27,7 +27,7 @@ from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import earliest
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.engine.chunk_predictor import ChunkPredictor
-from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.core_api import Drain, FromPeer, HandOver, MembershipView
 from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.policy import ExplainGrammar
 from baton.common.errors import ErrorCode
@@ -155,6 +155,9 @@ class DecodeCore:
             case Drain():
                 self._draining = True
                 self._parts.sessions.drain()
+            case HandOver():
+                for request in [one for one in self._parts.requests.values() if one.final is None]:
+                    self._answers.fail(request, ErrorCode.DRAINING, "this worker leaves: go on elsewhere", now)
             case _:
                 raise TypeError(f"a decode core cannot handle {event!r}")
         self._admit(now)

@@ -57,7 +57,7 @@ class Parts:
         )
         self.waiting = WaitingRequests(pool, config, self.sessions)
         self.handoffs = Handoffs(stamp.epoch)
-        self.peers = Peers()
+        self.peers = Peers(stamp)
         self.steps = Steps(pool, config.chunk_tokens, predictor)
 
     @property

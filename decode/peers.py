@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.common.engine.core_api import MembershipView
+from baton.common.compat import NO_GROUP
+from baton.common.engine.core_api import MembershipView, group_in
 from baton.common.engine.policy import affinity_key, rendezvous_order
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import Member
@@ -12,7 +13,9 @@ from baton.decode.request import DecodeRequest
 class Peers:
     """Answers from the newest view; older ones are ignored."""
 
-    def __init__(self) -> None:
+    def __init__(self, stamp: Stamp) -> None:
+        self._stamp = stamp
+        self._group = NO_GROUP
         self._version = 0
         self._members: dict[WorkerId, Member] = {}
         self._silent: frozenset[WorkerId] = frozenset()
@@ -30,6 +33,7 @@ class Peers:
         self._version = view.version
         self._members = {member.stamp.worker: member for member in view.members}
         self._silent = view.silent
+        self._group = group_in(view, self._stamp)
         return True
 
     def is_gone(self, stamp: Stamp) -> bool:
@@ -51,4 +55,5 @@ class Peers:
 
     def _can_fill(self, request: DecodeRequest, member: Member) -> bool:
         silent = member.stamp.worker in self._silent
-        return member.role == "prefill" and not silent and member.stamp not in request.tried
+        alike = member.role == "prefill" and member.group == self._group
+        return alike and not silent and member.stamp not in request.tried

@@ -9,18 +9,20 @@ C1. A stamp leaves the membership only after `on_dead`: the shell has *proven* t
 C2. A seat holds at most one process. A successor is started only after its predecessor is proven dead.
 C3. Incarnations of a seat and versions of the membership only grow, also over a restart of the controller.
 C4. Restarts are bounded: exponential back-off, and at most `max_restarts_per_minute` per seat.
-C5. Nobody is asked to leave while there is no other live worker of its role.
+C5. Nobody is asked to leave while there is no other live worker of its role; who says that he was told to stop leaves.
+C6. While an upgrade is under way at most one process at a time leaves for it, and only when all others are there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from msgspec import structs
 
+from baton.common.compat import NO_GROUP, RELEASE, differences, group_of
 from baton.common.config import LivenessConfig
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Body, Heartbeat, Hello, Member, Membership, Reject
@@ -44,12 +46,16 @@ from baton.deploy.controller_seats import (
     incarnation_of,
     member_of,
 )
+from baton.deploy.fitting import misfit
+from baton.deploy.turns import Turn, next_to_replace
 
 COMPUTE_ROLES = frozenset({"prefill", "decode"})
-"""Roles that exchange KV pages, so their fingerprints must agree."""
+"""Roles that exchange KV pages."""
 
 BURST_S = 0.05
 """After news went out, further news waits this long."""
+MOST_TRIES = 3
+"""To start the first process of a new revision in a seat. One of them may have been struck by something else."""
 _RESTART_WINDOW_S = 60.0
 _MAX_BACKOFF_DOUBLINGS = 6
 
@@ -58,6 +64,10 @@ _MAX_BACKOFF_DOUBLINGS = 6
 class _Seat:
     spec: SeatSpec
     state: SeatState
+    proven: int | None  # the revision of the last process that stayed here for a while; None: there was none yet
+    revision: int = 1  # that the process there was started with
+    tries: int = 0  # to start one of a revision that is not proven
+    surplus: bool = False  # not wanted any more: whoever sits here leaves, and the seat with him
     last_incarnation: int = 0
     restarts: int = 0
     failures_in_row: int = 0
@@ -70,7 +80,10 @@ class ControllerCore:
 
     def __init__(self, seats: Iterable[SeatSpec], liveness: LivenessConfig, first_version: int, now: float) -> None:
         self._liveness = liveness
-        self._seats = {spec.worker: _Seat(spec, Vacant(now)) for spec in seats}
+        self._seats = {spec.worker: _Seat(spec, Vacant(now), spec.revision) for spec in seats}
+        self._used = dict[WorkerId, int]()  # incarnations of seats that are gone
+        self.first_incarnation = 1  # of seats that are added
+        self.halted = ""  # why the last upgrade was given up
         self._version = first_version
         self._published_at_s = now
         self._timer_at_s = now
@@ -84,7 +97,7 @@ class ControllerCore:
 
     # ------------------------------------------------------------------------------------------ events
 
-    def adopt(self, member: Member, now: float, leaving: bool = False) -> list[Effect]:
+    def adopt(self, member: Member, now: float, leaving: bool = False, revision: int = 1) -> list[Effect]:
         """A restarted controller found this live process: it stays a member, without a second admission. One that was
         told to leave still does; what its successor was to become is not known any more, so that keeps its role."""
         seat = self._seats.get(member.stamp.worker)
@@ -92,19 +105,21 @@ class ControllerCore:
             return []
         assert isinstance(seat.state, Vacant), f"{member.stamp.worker} adopted twice"
         seat.spec = replace(seat.spec, role=member.role)
+        seat.revision = seat.proven = revision
         seat.last_incarnation = max(seat.last_incarnation, member.stamp.incarnation)
-        live = Live(member, since_s=now, heard_s=now)
+        live = Live(structs.replace(member, group=group_of(member.fingerprint)), since_s=now, heard_s=now)
         self._move(seat, live, "found alive")
         self._changed = True
         return self._ask_to_leave(seat, live, "found leaving", now) if leaving else []
 
-    def adopt_starting(self, worker: WorkerId, incarnation: int, role: str, now: float) -> None:
+    def adopt_starting(self, worker: WorkerId, incarnation: int, role: str, now: float, revision: int = 1) -> None:
         """A restarted controller found this process still loading."""
         seat = self._seats.get(worker)
         if seat is None:
             return
         assert isinstance(seat.state, Vacant), f"{worker} adopted twice"
         seat.spec = replace(seat.spec, role=role)
+        seat.revision = revision
         seat.last_incarnation = max(seat.last_incarnation, incarnation)
         self._move(seat, Starting(incarnation, now + self._liveness.start_deadline_s), "found loading")
 
@@ -126,6 +141,8 @@ class ControllerCore:
             if seat is not None and isinstance(seat.state, Live | Leaving) and seat.state.member.stamp == sender:
                 member = _with_load(seat.state.member, body)
                 seat.state = structs.replace(seat.state, member=member, heard_s=now, knows=body.view)
+                if body.leaving and isinstance(seat.state, Live):
+                    effects = self._ask_to_leave(seat, seat.state, "it was told to stop", now)
             else:
                 self.unlisted_messages += 1
         else:
@@ -160,6 +177,26 @@ class ControllerCore:
                     assert_never(seat.state)
         return self._after(now)
 
+    def change(self, specs: Iterable[SeatSpec], liveness: LivenessConfig, now: float) -> list[Effect]:
+        """From now on the cluster has these seats. Whoever sits in one that is not among them leaves; whoever was
+        started with another revision is replaced in his turn. The roles of seats that are there stay as they are."""
+        wanted = {spec.worker: spec for spec in specs}
+        self._liveness, self.halted = liveness, ""
+        known = {seat.proven for seat in self._seats.values()}
+        for worker, seat in self._seats.items():
+            spec = wanted.get(worker)
+            seat.surplus = spec is None
+            if spec is not None and spec.revision != seat.spec.revision:
+                seat.tries = 0
+            seat.spec = replace(spec, role=seat.spec.role) if spec is not None else seat.spec
+        for worker in wanted.keys() - self._seats.keys():
+            spec = wanted[worker]
+            last = max(self.first_incarnation - 1, self._used.get(worker, 0))
+            proven = spec.revision if spec.revision in known else None
+            self._seats[worker] = _Seat(spec, Vacant(now), proven, last_incarnation=last)
+        self._seats = dict(sorted(self._seats.items(), key=lambda item: item[1].spec.role == "gateway"))
+        return self.on_timer(now)
+
     def replace_worker(self, worker: WorkerId, role: str, now: float) -> list[Effect] | Refused:
         """The process in this seat takes nothing new and finishes what it has; its successor has this role, another one
         or the same."""
@@ -171,8 +208,7 @@ class ControllerCore:
             return Refused(f"no worker can become {role!r}: {' or '.join(sorted(COMPUTE_ROLES))}")
         if not isinstance(seat.state, Live):
             return Refused(f"{worker} is {_name_of(seat.state)}: only a live worker can be asked to leave")
-        others = [one for one in self._seats.values() if one is not seat and one.spec.role == seat.spec.role]
-        if not any(isinstance(one.state, Live) for one in others):
+        if not self._has_peer(seat, but_extra=True):
             return Refused(f"{worker} is the only live {seat.spec.role} worker")
         why = f"drains, to become {role}" if role != seat.spec.role else "drains, to be replaced"
         seat.spec = replace(seat.spec, role=role)
@@ -209,9 +245,11 @@ class ControllerCore:
         """Starts, kills, repeats kills and re-publishes what is due."""
         effects: list[Effect] = []
         self._forgive_own_absence(now)
+        if not self._shutting_down:
+            effects += self._go_on_with_changes(now)
         for seat in self._seats.values():
             match seat.state:
-                case Vacant() if now >= seat.state.start_at_s:
+                case Vacant() if now >= seat.state.start_at_s and not self._is_surplus(seat):
                     effects.append(self._start(seat, now))
                 case Starting() if now >= seat.state.deadline_s:
                     effects += self._kill(seat, seat.state.incarnation, None, "did not become ready in time", now)
@@ -244,12 +282,16 @@ class ControllerCore:
             due.append(self._told_at_s + BURST_S)
         for seat in self._seats.values():
             match seat.state:
+                case Vacant() if self._is_surplus(seat):
+                    pass
                 case Vacant():
                     due.append(seat.state.start_at_s)
                 case Starting():
                     due.append(seat.state.deadline_s)
                 case Live():
-                    due.append(seat.state.heard_s + self._liveness.dead_after_s)
+                    stays = seat.proven == seat.revision
+                    since_s = seat.state.heard_s if stays else min(seat.state.since_s, seat.state.heard_s)
+                    due.append(since_s + self._liveness.dead_after_s)
                 case Leaving():
                     due.append(min(seat.state.heard_s + self._liveness.dead_after_s, seat.state.deadline_s))
                 case Killing():
@@ -278,22 +320,35 @@ class ControllerCore:
         return [seat.state.member for seat in self._seats.values() if isinstance(seat.state, Live)]
 
     def status(self) -> list[SeatStatus]:
-        return [
-            SeatStatus(
-                worker=seat.spec.worker,
-                role=member.role if (member := member_of(seat.state)) is not None else seat.spec.role,
-                state=_name_of(seat.state),
-                incarnation=incarnation_of(seat.state) or seat.last_incarnation,
-                detail=seat.last_failure,
-                restarts=seat.restarts,
-            )
-            for seat in self._seats.values()
-        ]
+        first = next((one for _, one in self._everybody() if one.group), None)
+        return [self._told_of(seat, first) for seat in self._seats.values()]
+
+    def _told_of(self, seat: _Seat, first: Member | None) -> SeatStatus:
+        """`first`: whose group the others' are compared with."""
+        member = member_of(seat.state)
+        return SeatStatus(
+            worker=seat.spec.worker,
+            role=member.role if member is not None else seat.spec.role,
+            state=_name_of(seat.state),
+            incarnation=incarnation_of(seat.state) or seat.last_incarnation,
+            detail=seat.last_failure,
+            restarts=seat.restarts,
+            revision=seat.revision if incarnation_of(seat.state) else seat.spec.revision,
+            group=member.group if member is not None else NO_GROUP,
+            release=member.fingerprint.get(RELEASE, "") if member is not None else "",
+            differs=_apart(member, first),
+        )
 
     @property
     def ready(self) -> bool:
-        """Every seat is filled by an admitted process."""
-        return all(isinstance(seat.state, Live) for seat in self._seats.values())
+        """Every seat is filled by an admitted process, of the revision that is wanted there."""
+        seats = [seat for seat in self._seats.values() if not self._is_surplus(seat)]
+        return all(isinstance(seat.state, Live) and not _is_outdated(seat) for seat in seats)
+
+    @property
+    def upgrading(self) -> bool:
+        """Somewhere the revision that is wanted has not proven itself."""
+        return any(not (seat.surplus or seat.spec.extra or _is_proven(seat)) for seat in self._seats.values())
 
     @property
     def finished(self) -> bool:
@@ -305,9 +360,6 @@ class ControllerCore:
     def _on_hello(self, hello: Hello, now: float) -> list[Effect]:
         member = hello.member
         seat = self._seats.get(member.stamp.worker)
-        if hello.protocol_version != PROTOCOL_VERSION:
-            difference = {"protocol_version": f"{hello.protocol_version} != {PROTOCOL_VERSION}"}
-            return self._refuse(seat, member, "another version of Baton", difference, now)
         if seat is None:
             return self._refuse(None, member, "there is no such seat in this cluster", {}, now)
         match seat.state:
@@ -318,10 +370,10 @@ class ControllerCore:
                 if member.role != seat.spec.role:
                     difference = {"role": f"{member.role} != {seat.spec.role}"}
                     return self._refuse(seat, member, "this seat is for another role", difference, now)
-                differences = self._fingerprint_differences(member)
-                if differences:
-                    reason = "its KV pages cannot be exchanged with the others'"
-                    return self._refuse(seat, member, reason, differences, now)
+                unfit = misfit(hello, seat.revision, self._everybody())
+                if unfit is not None:
+                    return self._refuse(seat, member, unfit.reason, unfit.differences, now)
+                member = structs.replace(member, group=group_of(member.fingerprint))
                 self._move(seat, Live(member, since_s=now, heard_s=now), "admitted")
                 self._changed = True
                 return []
@@ -336,28 +388,92 @@ class ControllerCore:
                 assert_never(seat.state)
 
     def _refuse(
-        self, seat: _Seat | None, member: Member, reason: str, differences: dict[str, str], now: float
+        self, seat: _Seat | None, member: Member, reason: str, differences: Mapping[str, str], now: float
     ) -> list[Effect]:
-        reply = Reply(member, Reject(protocol_version=PROTOCOL_VERSION, reason=reason, differences=differences))
+        reply = Reply(member, Reject(protocol_version=PROTOCOL_VERSION, reason=reason, differences=dict(differences)))
         if seat is None or not isinstance(seat.state, Starting) or seat.state.incarnation != member.stamp.incarnation:
             return [reply]
         named = "; ".join(f"{name}: {values}" for name, values in sorted(differences.items()))
         return [reply, *self._kill(seat, seat.state.incarnation, None, f"refused: {reason} ({named})", now)]
 
-    def _fingerprint_differences(self, member: Member) -> dict[str, str]:
-        """Field -> "theirs != ours" against the first live process that exchanges pages."""
-        if member.role not in COMPUTE_ROLES:
-            return {}
+    @property
+    def changing(self) -> bool:
+        """The cluster is not yet as it is wanted, but for those who have died."""
+        return self.upgrading or any(self._is_surplus(seat) or _is_outdated(seat) for seat in self._seats.values())
+
+    # ---------------------------------------------------------------------------------------- changes
+
+    def _is_surplus(self, seat: _Seat) -> bool:
+        return seat.surplus or (seat.spec.extra and not self.upgrading)
+
+    def _has_peer(self, seat: _Seat, *, but_extra: bool = False) -> bool:
+        """Somebody else of its role takes requests, and stays (C5)."""
+        others = [one for one in self._seats.values() if one is not seat and one.spec.role == seat.spec.role]
+        stay = [one for one in others if not (self._is_surplus(one) or (but_extra and one.spec.extra))]
+        return any(isinstance(one.state, Live) for one in stay)
+
+    def _go_on_with_changes(self, now: float) -> list[Effect]:
+        """Who stayed for a while has proven his revision; who is not wanted leaves; then one more process of another
+        revision than is wanted, if all others are there."""
         for seat in self._seats.values():
-            other = member_of(seat.state)
-            if other is not None and other.role in COMPUTE_ROLES:
-                ours, theirs = other.fingerprint, member.fingerprint
-                return {
-                    name: f"{theirs.get(name, '(missing)')} != {ours.get(name, '(missing)')}"
-                    for name in sorted(ours.keys() | theirs.keys())
-                    if ours.get(name) != theirs.get(name)
-                }
-        return {}
+            stays = isinstance(seat.state, Live) and now >= seat.state.since_s + self._liveness.dead_after_s
+            if stays and seat.proven != seat.revision:
+                seat.proven, seat.tries = seat.revision, 0
+        effects: list[Effect] = []
+        for seat in [seat for seat in self._seats.values() if self._is_surplus(seat)]:
+            match seat.state:
+                case Live() if self._has_peer(seat):
+                    effects += self._ask_to_leave(seat, seat.state, "drains, for it is not wanted any more", now)
+                case Starting():
+                    effects += self._kill(seat, seat.state.incarnation, None, "not wanted any more", now, planned=True)
+                case Vacant():
+                    self._used[seat.spec.worker] = seat.last_incarnation
+                    del self._seats[seat.spec.worker]
+                case Live() | Leaving() | Killing() | Retired():
+                    pass
+                case _:
+                    assert_never(seat.state)
+        return effects + self._replace_next(now)
+
+    def _replace_next(self, now: float) -> list[Effect]:
+        seats = [seat for seat in self._seats.values() if not self._is_surplus(seat)]
+        if not any(_is_outdated(seat) for seat in seats):
+            return []
+        turns = [
+            Turn(
+                seat.spec.worker,
+                seat.spec.role,
+                there=isinstance(seat.state, Live) and (_is_outdated(seat) or _is_proven(seat)),
+                outdated=_is_outdated(seat),
+                alone=not self._has_peer(seat),
+            )
+            for seat in seats
+        ]
+        worker = next_to_replace(turns)
+        seat = None if worker is None else self._seats[worker]
+        if seat is None or not isinstance(seat.state, Live):
+            return []
+        why = f"drains, to go from revision {seat.revision} to {seat.spec.revision}"
+        return self._ask_to_leave(seat, seat.state, why, now)
+
+    def _give_up_upgrade(self, revision: int, reason: str) -> None:
+        """It does not come up: where it is not there yet, the one before stays, or comes back."""
+        self.halted = reason
+        for seat in self._seats.values():
+            if seat.spec.revision != revision or _is_proven(seat):
+                continue
+            if isinstance(seat.state, Live | Leaving) and seat.revision == revision:
+                seat.proven = revision
+            elif seat.proven is None:
+                seat.surplus = True
+            else:
+                seat.spec = replace(seat.spec, revision=seat.proven)
+
+    def _everybody(self) -> Iterator[tuple[int, Member]]:
+        """Who is a member, each with the revision that it was started with."""
+        for seat in self._seats.values():
+            if (member := member_of(seat.state)) is not None:
+                yield seat.revision, member
 
     def _forgive_own_absence(self, now: float) -> None:
         """A controller that did not run for a while (stopped, swapped out) heard nobody: that is no one else's fault.
@@ -380,6 +496,8 @@ class ControllerCore:
 
     def _start(self, seat: _Seat, now: float) -> Effect:
         seat.last_incarnation += 1
+        seat.revision = seat.spec.revision
+        seat.tries += not _is_proven(seat)
         seat.started_at_s = [at for at in seat.started_at_s if at > now - _RESTART_WINDOW_S] + [now]
         deadline_s = now + self._liveness.start_deadline_s
         self._move(seat, Starting(seat.last_incarnation, deadline_s), "started")
@@ -409,6 +527,8 @@ class ControllerCore:
         backoff_s = 0.0
         if seat.failures_in_row > 1:
             backoff_s = self._liveness.restart_backoff_s * 2 ** min(seat.failures_in_row - 2, _MAX_BACKOFF_DOUBLINGS)
+        if seat.tries >= MOST_TRIES and not _is_proven(seat):
+            self._give_up_upgrade(seat.spec.revision, f"{seat.spec.worker} did not come up: {reason}")
         recent = [at for at in seat.started_at_s if at > now - _RESTART_WINDOW_S]
         limit = self._liveness.max_restarts_per_minute
         bounded_s = recent[-limit] + _RESTART_WINDOW_S if len(recent) >= limit else now
@@ -434,16 +554,26 @@ class ControllerCore:
         seat.state = state
 
 
+def _is_outdated(seat: _Seat) -> bool:
+    """It was started with another revision than is wanted."""
+    return seat.revision != seat.spec.revision
+
+
+def _is_proven(seat: _Seat) -> bool:
+    """Somebody of the revision that is wanted has stayed here for a while, whoever sits here now."""
+    return seat.proven == seat.spec.revision
+
+
+def _apart(member: Member | None, first: Member | None) -> Mapping[str, str]:
+    """What keeps them from being of one group."""
+    if member is None or first is None or member.group in (NO_GROUP, first.group):
+        return {}
+    return differences(member.fingerprint, first.fingerprint)
+
+
 def _name_of(state: SeatState) -> str:
     return type(state).__name__.lower()
 
 
 def _with_load(member: Member, heartbeat: Heartbeat) -> Member:
-    return Member(
-        stamp=member.stamp,
-        role=member.role,
-        address=member.address,
-        lanes=member.lanes,
-        fingerprint=member.fingerprint,
-        load=heartbeat.load,
-    )
+    return structs.replace(member, load=heartbeat.load)

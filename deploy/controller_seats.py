@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from msgspec import Struct
@@ -14,10 +15,13 @@ from baton.common.messages import Body, Member, Membership
 @dataclass(frozen=True, slots=True)
 class SeatSpec:
     """A place in the cluster that is to be filled at all times. `role` is that of its next process, and of the one that
-    sits there unless it is `Leaving` or `Killing`; the name is for ever, whatever role it was given for."""
+    sits there unless it is `Leaving` or `Killing`; the name is for ever, whatever role it was given for. `revision`: of
+    the settings that its next process is started with. `extra`: wanted only while an upgrade is under way."""
 
     worker: WorkerId
     role: str
+    revision: int = 1
+    extra: bool = False
 
 
 # ----------------------------------------------------------------------------------------- seat states
@@ -135,7 +139,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class SeatStatus:
-    """What an operator is told of one seat. `role`: of the process that is there, or of the next one."""
+    """What an operator is told of one seat. `role`, `revision`: of the process that is there, or of the next one.
+    `differs`: of what its group does not share with the first one, field -> "its != theirs"."""
 
     worker: WorkerId
     role: str
@@ -143,6 +148,10 @@ class SeatStatus:
     incarnation: int
     detail: str
     restarts: int
+    revision: int = 1
+    group: str = ""
+    release: str = ""
+    differs: Mapping[str, str] = field(default_factory=dict)
 
 
 def incarnation_of(state: SeatState) -> int:

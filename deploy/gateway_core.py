@@ -153,6 +153,7 @@ class _Request:
     last_refusal: Failure | None = None
     prefill: Placement | None = None  # who was chosen to compute its prompt, until the first token is here
     decode: Placement | None = None  # where it is
+    group: str | None = None  # of the worker that began the answer: others would not go on with it in the same way
     names: tuple[int, ...] | None = None  # of the pages of its prompt, while it is placed and computed
 
 
@@ -410,8 +411,11 @@ class GatewayCore:
         """With whoever has the KV of the conversation so far, else by the policy."""
         stamp = request.session.worker if request.session is not None else None
         if stamp is not None and stamp in self.router.seats("decode") and stamp not in request.refused_by:
-            return self.router.put(Placement(stamp, len(request.prompt)))
-        return self.router.place("decode", request.prompt, _draw(request), request.refused_by, self._names(request))
+            alike = request.group in (None, self.router.group_of(stamp))
+            if alike:
+                return self.router.put(Placement(stamp, len(request.prompt)))
+        names, group = self._names(request), request.group
+        return self.router.place("decode", request.prompt, _draw(request), request.refused_by, names, group=group)
 
     def _names(self, request: _Request) -> tuple[int, ...]:
         """Of its prompt's pages: made once for both workers, and kept no longer than the prompt is computed."""
@@ -425,7 +429,9 @@ class GatewayCore:
         if request.prefill is None or request.prefill.stamp not in self.router.seats("prefill"):
             if request.prefill is not None:
                 self._prompt_over(request)
-            request.prefill = self.router.place("prefill", request.prompt, _draw(request), names=self._names(request))
+            group = None if request.decode is None else self.router.group_of(request.decode.stamp)
+            names = self._names(request)
+            request.prefill = self.router.place("prefill", request.prompt, _draw(request), names=names, group=group)
         return None if request.prefill is None else request.prefill.stamp
 
     def _prompt_over(self, request: _Request) -> None:
@@ -519,6 +525,7 @@ class GatewayCore:
         if tokens:
             self._prompt_over(request)
             request.outputs.extend(tokens)
+            request.group = self.router.group_of(sender) if known == 0 else request.group
             self._demand.said += len(tokens)
             self._admission.said(request.tenant, len(tokens), now)
             logprobs = message.logprobs[known - message.first_index :]
@@ -571,7 +578,8 @@ class GatewayCore:
                 if now < give_up_s:
                     self._timers.set(request.request_id, give_up_s)  # there is somebody, or was until lately
                     return
-                failure = Failure(code=ErrorCode.NO_WORKER, reason="no decode worker is there to take the request")
+                whom = "no decode worker" if request.group is None else "no decode worker of the version that began it"
+                failure = Failure(code=ErrorCode.NO_WORKER, reason=f"{whom} is there to take the request")
                 self._fail(request, failure, now, out)
             case Placing(worker):
                 self._send_submit(request, worker, now, out)

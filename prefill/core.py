@@ -31,7 +31,7 @@ from baton.common.deadlines import Deadlines, earliest
 from baton.common.engine.batch import Batch, BatchRow, StepResult, pack_batch
 from baton.common.engine.chunk_predictor import ChunkPredictor, StepRoom
 from baton.common.engine.chunks import ChunkBudget, chunk_row
-from baton.common.engine.core_api import Drain, FromPeer, MembershipView
+from baton.common.engine.core_api import Drain, FromPeer, HandOver, MembershipView
 from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.policy import ExplainGrammar, foreign_token
 from baton.common.errors import ErrorCode
@@ -124,6 +124,8 @@ class PrefillCore:
                 self._stop(self._requests[key], failure)
             case SinkCommitted() | SinkFailed():
                 self._on_returned(event, now)
+            case HandOver():
+                pass  # whoever asked for these prompts notices, and asks elsewhere
             case Drain():
                 self._draining = True
                 while (kept := self._kept.take_oldest()) is not None:

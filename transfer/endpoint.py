@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from baton.common.compat import NO_GROUP
 from baton.common.config import TransferConfig
 from baton.common.deadlines import earliest
 from baton.common.engine.core_api import MembershipView
@@ -118,7 +119,8 @@ class SessionInfo:
 
 class Endpoint:
     """Every method takes the time and returns what to do, in order. `lanes` are those this process can send on; a state
-    travels in `state_pieces` units, a unit of another component has `layers`. All peers have the same layout."""
+    travels in `state_pieces` units, a unit of another component has `layers`. All peers have the same layout: hand-offs
+    are made within a group."""
 
     def __init__(
         self,
@@ -212,10 +214,13 @@ class Endpoint:
         self._listed = {member.stamp.worker: member.stamp for member in view.members}
         dead = {stamp for stamp in before if self._listed.get(stamp.worker) != stamp}
         # A seat may have a process of the other role by now, and an engine that has not heard of it asks it for pages.
-        own = next((member.role for member in view.members if member.stamp == self._stamp), "")
-        partners = SPEAKS_TO.get(own)
+        own = next((member for member in view.members if member.stamp == self._stamp), None)
+        partners = None if own is None else SPEAKS_TO.get(own.role)
+        group = NO_GROUP if own is None else own.group
         self._members = {
-            member.stamp.worker: member.stamp for member in view.members if partners is None or member.role in partners
+            member.stamp.worker: member.stamp
+            for member in view.members
+            if (partners is None or member.role in partners) and member.group == group
         }
         effects: list[EndpointEffect] = []
         effects += self._sinks.apply_to_peers(dead.__contains__, PeerDead(), now, ended_too=True)
@@ -240,6 +245,10 @@ class Endpoint:
     def live_sources(self) -> int:
         """Hand-offs that hold source pages here."""
         return self._sources.live
+
+    def partners(self) -> list[WorkerId]:
+        """With whom hand-offs can be made."""
+        return list(self._members)
 
     def peers(self) -> list[Stamp]:
         """With whom there are hand-offs that hold pages, here or perhaps there."""

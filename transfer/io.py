@@ -19,14 +19,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from msgspec import structs
 
 from baton.common.asking import ResultT, question
 from baton.common.clock import Clock, MonotonicClock
+from baton.common.compat import KV_VERSION, spoken
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
-from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.core_api import FromPeer, MembershipView, SendTo, group_in
 from baton.common.engine.guiding import Guides
 from baton.common.engine.loop import end_process
 from baton.common.errors import BatonError, ErrorCode
@@ -71,6 +73,14 @@ POSTED_PER_TURN = 1024
 MeshFactory = Callable[[Stamp, str, ClusterKeys | None], Mesh]
 
 _log = EventLog("baton.io")
+
+
+def _kv_of(memory: KvMemory | None, config: ClusterConfig, model_identity: str) -> dict[str, str]:
+    """What must agree between those that hand KV over to each other, and go on with each other's answers."""
+    if memory is None:
+        return {}
+    computed = {"model": model_identity, "kv_version": str(KV_VERSION)}
+    return memory.fingerprint() | computed | {"digest": config.transfer.digest}
 
 
 class NotAdmitted(BatonError):
@@ -150,6 +160,7 @@ class IoThread:
         mesh: MeshFactory = Mesh,
         guides: Guides | None = None,
         spans: SpanSink = NOBODY,
+        model_identity: str = "",
     ) -> None:
         self._stamp = stamp
         self._deliver = deliver
@@ -175,7 +186,7 @@ class IoThread:
             role=role,
             address=self._mesh.address,
             lanes=addresses,
-            fingerprint={} if memory is None else memory.fingerprint() | {"digest": config.transfer.digest},
+            fingerprint=spoken(version("baton-pd")) | _kv_of(memory, config, model_identity),
         )
         self._controller_address = controller_address
         self._connected_to = ""
@@ -390,7 +401,9 @@ class IoThread:
             self._deliver(changes.view)
 
     def _tell_hand_offs(self, hand_offs: _HandOffs, view: MembershipView, now: float) -> None:
-        sources = [m for m in self._roster.members.values() if m.role == hand_offs.receives_from]
+        group = group_in(view, self._stamp)
+        others = self._roster.members.values()
+        sources = [one for one in others if one.role == hand_offs.receives_from and one.group == group]
         hand_offs.data.set_peers(sources, now)
         self._carry_out(hand_offs.endpoint.on_membership(view, now), now)
 

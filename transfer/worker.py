@@ -120,6 +120,15 @@ def shares_pools(role: str) -> bool:
     return role == "prefill" or shared_huge_pages()
 
 
+def model_identity(model: str) -> str:
+    """Names the weights in the fingerprint of a process."""
+    if model == FAKE_MODEL:
+        return FAKE_MODEL
+    from baton.common.model.loading import model_identity as of_files
+
+    return of_files(model)
+
+
 def weights_identity(model: str) -> str:
     """Names the weights: models with one name compute the same KV."""
     if model == FAKE_MODEL:
@@ -206,6 +215,7 @@ class WorkerProcess:
             clock=self._clock,
             guides=runner.guides,
             spans=spans,
+            model_identity=model_identity(config.model.model),
         )
         tiers = None
         if levels is not None:

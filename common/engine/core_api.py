@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from baton.common.compat import NO_GROUP
 from baton.common.engine.batch import Batch, StepResult
 from baton.common.ids import Stamp, WorkerId
 from baton.common.kv.census import Holding
@@ -45,9 +46,19 @@ class MembershipView:
     silent: frozenset[WorkerId] = frozenset()
 
 
+def group_in(view: MembershipView, stamp: Stamp) -> str:
+    """Of this process: hand-offs stay within it (baton.common.compat)."""
+    return next((member.group for member in view.members if member.stamp == stamp), NO_GROUP)
+
+
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Admit nothing new; finish what runs. `idle` tells when that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """After `Drain`: there is no time left to finish what runs. Who asked for it is told to go on elsewhere."""
 
 
 class EngineCore(Protocol):

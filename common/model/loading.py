@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import xxhash
 
 from baton.common import env
 from baton.common.errors import ConfigError
@@ -169,12 +170,20 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
 def weights_identity(spec: str) -> str:
     """Names the weights by the content of all files, and what computes with them: models with equal names compute the
     same KV. What was kept by another version may have been computed otherwise."""
-    source = resolve_source(spec)
     computed_by = [f"{package}-{version(package)}" for package in ("baton-pd", "transformers")]
+    return "-".join([_files_of(spec), *computed_by])
+
+
+def model_identity(spec: str) -> str:
+    """Names the weights alone, in a few characters. All files are read: they are about to be, anyway."""
+    return str(xxhash.xxh3_64_hexdigest(_files_of(spec).encode()))
+
+
+def _files_of(spec: str) -> str:
+    source = resolve_source(spec)
     if source.kind == "gguf":
-        return "-".join([_cache_name(source), *computed_by])
-    digests = [file_digest(path) for path in sorted(source.path.iterdir()) if path.is_file()]
-    return "-".join([*digests, *computed_by])
+        return _cache_name(source)
+    return "-".join(file_digest(path) for path in sorted(source.path.iterdir()) if path.is_file())
 
 
 def _eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class Router:
         self._loads: dict[Stamp, Load] = {}
         self._placed: dict[Stamp, _Placed] = {}
         self._turns: Counter[Role] = Counter()
+        self._groups: dict[Stamp, str] = {}
 
     # ------------------------------------------------------------------------------------------ news
 
@@ -68,6 +69,7 @@ class Router:
         alive = {member.stamp for member in view.members}
         self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
         self._seats = {role: self._seats_of(view, role) for role in self._seats}
+        self._groups = {one.stamp: one.group for one in view.members if one.role in self._seats}
         if self.index is not None:
             self.index.alive(member.stamp for member in view.members if member.role in self._seats)
 
@@ -110,10 +112,14 @@ class Router:
         draw: int,
         refused_by: Collection[Stamp] = (),
         names: tuple[int, ...] | None = None,
+        *,
+        group: str | None = None,
     ) -> Placement | None:
         """The worker for a prompt, none of `refused_by`; None when there is no candidate. `draw`: any number that is
-        another one for another request; `names`: those of the prompt, where they are known already."""
+        another one for another request; `names`: those of the prompt, where they are known already; `group`: the one
+        that it must be of (None: any)."""
         seats = self._seats[role]
+        refused_by = [*refused_by, *self._outside(role, group, refused_by)]
         names = self.names_of(prompt) if names is None else names
         cached: tuple[I64, Bools] | None = None
         if self.index is not None:
@@ -128,6 +134,23 @@ class Router:
         self._turns[role] += 1
         tokens = len(prompt) - int(choice.matched[place]) if role == "prefill" else len(prompt)
         return self.put(Placement(seats.stamps[place], tokens, names if role == "prefill" else ()))
+
+    def _outside(self, role: Role, group: str | None, refused_by: Collection[Stamp]) -> list[Stamp]:
+        """Whom a request of this group is not given to. One of none yet goes to a decode worker that nobody computes
+        prompts for only if there is no other: the rest of its group is still to come, or has left."""
+        groups = self._groups
+        if group is not None:
+            return [stamp for stamp in self._seats[role].stamps if groups[stamp] != group]
+        if role == "prefill" or len(set(groups.values())) < 2:
+            return []
+        seats, whole = self._seats["decode"], {groups[stamp] for stamp in self._seats["prefill"].stamps}
+        alone = [stamp for stamp in seats.stamps if groups[stamp] not in whole]
+        others = [stamp for stamp in seats.takers if groups[stamp] in whole and stamp not in refused_by]
+        return alone if others else []
+
+    def group_of(self, stamp: Stamp) -> str | None:
+        """None: it is not there."""
+        return self._groups.get(stamp)
 
     def put(self, placement: Placement) -> Placement:
         """It is there, for a reason of its own or by choice."""

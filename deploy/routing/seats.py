@@ -41,6 +41,11 @@ class Seats:
     def __contains__(self, stamp: Stamp) -> bool:
         return stamp in self._places
 
+    @property
+    def takers(self) -> list[Stamp]:
+        """Who takes anything at all."""
+        return [stamp for stamp, takes in zip(self.stamps, self._takes, strict=True) if takes]
+
     def heard(self, stamp: Stamp, load: Load) -> None:
         place = self._places.get(stamp)
         if place is not None:

@@ -50,6 +50,7 @@ class ClientRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     placements: dict[tuple[Stamp, int], int] = field(default_factory=dict)  # -> the epoch of whom it was given to
+    begun_with: str = ""  # the layout of the worker that its first token came from
     outcome: str = ""  # "stop" | "length" | an ErrorCode | CONNECTION_LOST
     ended: RequestEnded | None = None
 
@@ -83,11 +84,18 @@ class Clients:
             assert gateway is not None
             gateway.after(0.0, gateway.finish, "stop string", request.request_id)
 
-    def placed(self, gateway: Stamp, epoch: int, message: Submit) -> None:
-        """A gateway submits it to a process: each placement to one, with all that its client has by then."""
+    def begun(self, request_id: RequestId, layout: str) -> None:
+        """The first token came from a worker with this layout."""
+        self.requests[request_id].begun_with = layout
+
+    def placed(self, gateway: Stamp, epoch: int, message: Submit, layout: str) -> None:
+        """A gateway submits it to a process: each placement to one, with all that its client has by then, and what has
+        begun to one that is like who began it. A process that is gone by now takes nothing."""
         request = self.requests[message.request_id]
         known = unpack_tokens(message.outputs).tolist()
         assert known == request.tokens, f"{request.request_id} is to go on behind {known}, not {request.tokens}"
+        alike = not known or layout in (request.begun_with, "")
+        assert alike, f"{request.request_id}, begun with {request.begun_with}, goes on with {layout}"
         whom = request.placements.setdefault((gateway, message.placement), epoch)
         assert whom == epoch, f"placement {message.placement} of {request.request_id} is in two hands"
 

@@ -63,7 +63,7 @@ def names_of_settings(settings: WorldSettings) -> list[str]:
 def is_steady(settings: WorldSettings) -> bool:
     """Whether all processes are there all the time and can reach each other, whatever is lost on the way."""
     struck = settings.crashes + settings.pauses + settings.partitions + settings.clogs + settings.hangs
-    planned = settings.drains + settings.flips + settings.lane_hangs
+    planned = settings.drains + settings.flips + settings.lane_hangs + settings.upgrades
     return not struck + planned + settings.controller_crashes and not settings.half_open
 
 
@@ -132,6 +132,9 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         worker = rng.choice(workers)
         return lambda hit: world.flip(hit or worker)
 
+    def upgrade() -> Strike:
+        return lambda _: world.upgrade()
+
     def controller_crash() -> Strike:
         down_s = rng.random() * CONTROLLER_DOWN_S
         return lambda _: world.crash_controller(down_s)
@@ -152,6 +155,7 @@ def _draw(world: World) -> list[tuple[str, Strike]]:
         ("storm", settings.storms, lambda: lambda _: _storm(world)),
         ("flip", settings.flips, flip),
         ("lane", settings.lane_hangs, lane_hang),
+        ("upgrade", settings.upgrades, upgrade),
     )
     return [(f"{kind}{number}", make()) for kind, count, make in kinds for number in range(count)]
 

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
+from msgspec import structs
+
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import CONTROLLER, Epoch, RequestId, Stamp, WorkerId
 from baton.common.messages import (
@@ -134,9 +136,12 @@ class SimProcess:
 class MemberProcess(SimProcess):
     """A process with a roster: hears and sends heartbeats, says Hello until it is listed."""
 
-    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+    def __init__(self, world: World, stamp: Stamp, role: str, revision: int) -> None:
         super().__init__(world, stamp, role)
-        self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}")
+        self.revision = revision
+        self.layout = f"v{revision}" if world.settings.new_layouts else "v1"
+        fingerprint = {} if role == "gateway" else {"layout": self.layout}
+        self.member = Member(stamp=stamp, role=role, address=f"tcp://{stamp.worker}", fingerprint=fingerprint)
         self.roster = Roster(stamp, role, world.settings.liveness, self.now)
         self._told_s = self.now
         self._tick_s = world.settings.liveness.heartbeat_interval_s / 2
@@ -211,6 +216,18 @@ class MemberProcess(SimProcess):
                 self.membership_changed(changes.view)
             self.deliver(changes.view)
 
+    def drain(self) -> None:
+        """It takes nothing new."""
+        raise NotImplementedError
+
+    def hand_over(self) -> None:
+        """What it has shall go on elsewhere, if that can be."""
+
+    @property
+    def drained(self) -> bool:
+        """It was told to leave, and has nothing left to do."""
+        raise NotImplementedError
+
     def partners(self) -> list[Stamp]:
         """With whom it has hand-offs."""
         return []
@@ -234,7 +251,7 @@ class MemberProcess(SimProcess):
 class GatewayProcess(MemberProcess):
     """A gateway and its clients."""
 
-    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+    def __init__(self, world: World, stamp: Stamp, role: str, revision: int) -> None:
         settings, config = world.settings, world.gateway_config
         rows = min(settings.rows, settings.decode_config.max_running_requests)
         self.core = GatewayCore(
@@ -247,19 +264,23 @@ class GatewayProcess(MemberProcess):
             settings.page_size,
             dataclasses.replace(settings.decode_config, max_running_requests=rows),
         )
+        self._draining = False
         name, ahead = str(stamp.worker), config.dispatch_ahead_requests
         self.admission = AdmissionWatch(name, rows, ahead, config.max_inflight_requests)
         self._watch = GatewayWatch(str(stamp.worker), settings.transfer.resend_after_s, world.is_prompt)
         self._timer: Wakeup | None = None
-        super().__init__(world, stamp, role)
+        super().__init__(world, stamp, role, revision)
         self._timer = Wakeup(self, self._due, "gateway timer")
 
     def load(self) -> Load:
-        return self.core.load()
+        return structs.replace(self.core.load(), draining=self._draining)
 
     def deliver(self, event: FromPeer | MembershipView) -> None:
         now = self.now
         effects = self.core.handle(event, now)
+        for effect in effects:
+            if isinstance(effect, TokensArrived) and effect.first_index == 0 and isinstance(event, FromPeer):
+                self.world.clients.begun(effect.request_id, self._layout_of(event.sender.worker, event.sender.epoch))
         if isinstance(event, MembershipView):
             self._watch.view.told(event)
             self.admission.view(event)
@@ -283,16 +304,33 @@ class GatewayProcess(MemberProcess):
                 self.world.clients.tokens(effect)
             elif isinstance(effect, SendTo):
                 if isinstance(effect.body, Submit):
-                    self.world.clients.placed(self.stamp, effect.epoch, effect.body)
+                    layout = self._layout_of(effect.worker, effect.epoch)
+                    self.world.clients.placed(self.stamp, effect.epoch, effect.body, layout)
                 self.send(effect.worker, effect.epoch, effect.body)
             else:
                 self.world.clients.ended(effect)
         assert self._timer is not None
         self._timer.want(self.core.next_deadline())
 
+    def _layout_of(self, worker: WorkerId, epoch: int) -> str:
+        """ "": it has had a successor."""
+        process = self.world.seats.get(worker)
+        return process.layout if isinstance(process, MemberProcess) and process.stamp.epoch == epoch else ""
+
     def kill(self) -> None:
         super().kill()
         self.world.clients.gateway_died(self)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and self.core.idle
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.alive and not self.paused and not self._draining and self.roster.listed
 
     def finish(self, request_id: RequestId) -> None:
         """The text so far has a stop string in it."""
@@ -334,9 +372,11 @@ class ControllerProcess(SimProcess):
             self.core.note_incarnation(worker, incarnation)
         for process in living:
             if isinstance(process, MemberProcess) and process.stamp in published:
-                effects += self.core.adopt(process.member, self.now, leaving=process.load().draining)
-            else:
-                self.core.adopt_starting(process.stamp.worker, process.stamp.incarnation, process.role, self.now)
+                leaving, revision = process.load().draining, process.revision
+                effects += self.core.adopt(process.member, self.now, leaving=leaving, revision=revision)
+            elif isinstance(process, MemberProcess):
+                stamp, revision = process.stamp, process.revision
+                self.core.adopt_starting(stamp.worker, stamp.incarnation, process.role, self.now, revision)
         self._carry_out(effects)
         self._timer.want(self.now)
 
@@ -356,6 +396,11 @@ class ControllerProcess(SimProcess):
 
     def shut_down(self) -> None:
         self.run(lambda: self._carry_out(self.core.shut_down(self.now)), "shut down")
+
+    def change(self, seats: Sequence[SeatSpec]) -> None:
+        """An operator wants the cluster to be like this."""
+        liveness = self.world.settings.liveness
+        self.run(lambda: self._carry_out(self.core.change(seats, liveness, self.now)), "change")
 
     def flip(self, worker: WorkerId) -> None:
         """An operator wants the worker there in the other role. It may be refused."""
@@ -384,8 +429,8 @@ class ControllerProcess(SimProcess):
             match effect:
                 case StartWorker(spec, incarnation):
                     self.world.start(spec, incarnation)
-                case DrainWorker(worker, incarnation):
-                    self.world.ask_to_leave(worker, incarnation)
+                case DrainWorker(worker, incarnation, timeout_s):
+                    self.world.ask_to_leave(worker, incarnation, timeout_s)
                 case KillWorker(worker, incarnation):
                     self.world.kill_for_sure(worker, incarnation)
                 case Publish(membership, readers):

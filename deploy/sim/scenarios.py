@@ -14,6 +14,7 @@ from baton.deploy.sim import scenarios_peers as peers
 from baton.deploy.sim import scenarios_pressure as pressure
 from baton.deploy.sim import scenarios_resume as resume
 from baton.deploy.sim import scenarios_sessions as sessions
+from baton.deploy.sim import scenarios_upgrades as upgrades
 from baton.deploy.sim import scenarios_views as views
 from baton.deploy.sim.plan import Scenario
 from baton.deploy.sim.world import Report
@@ -48,6 +49,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         *peers.SCENARIOS,
         *output.SCENARIOS,
         *flips.SCENARIOS,
+        *upgrades.SCENARIOS,
         *keys.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,

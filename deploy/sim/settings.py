@@ -34,6 +34,8 @@ STEADY_SHARE = 0.15
 """Of worlds in which every process lives, and only links and clients are bad."""
 FLIP_SHARE = 0.35
 """Of the other worlds, those in which workers change their role."""
+UPGRADE_SHARE = 0.25
+"""Of the other worlds, those that are upgraded."""
 KEYS_SHARE = 0.25
 """Of all worlds, those whose gateways have a queue."""
 TARGETS_SHARE = 0.3
@@ -107,6 +109,9 @@ class WorldSettings:
     storms: int = 0  # most clients leave at once
     controller_crashes: int = 0
     flips: int = 0  # of a worker's role
+    upgrades: int = 0  # of the whole cluster, to another revision
+    new_layouts: bool = False  # each revision has another layout, which hand-offs do not cross
+    surge: int = 1  # workers of either role that are there beside the others meanwhile
     lane_hangs: int = 0  # of lanes that deliver nothing, while frames go on
     bad_starts: float = 0.0  # share of processes that never get ready: they say so, die, or hang while they load
     lost_kills: float = 0.0  # share of kills that do nothing: the controller must repeat them
@@ -231,6 +236,7 @@ def random_settings(seed: int) -> WorldSettings:
     settings = dataclasses.replace(settings, routing=_routing(Random(seed ^ 0x20D7E)))
     settings = _with_keys(settings, Random(seed ^ 0x4E15))
     settings = _with_targets(settings, Random(seed ^ 0x7A26))
+    settings = _with_upgrades(settings, Random(seed ^ 0x09AD), calm or steady)
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 
@@ -272,6 +278,14 @@ def _with_flips(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> Wo
         return settings
     liveness = dataclasses.replace(settings.liveness, drain_deadline_s=drain_s)
     return dataclasses.replace(settings, flips=flips, liveness=liveness)
+
+
+def _with_upgrades(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:
+    """Some worlds are upgraded once or twice. Every second one to another layout: for a while they have two groups."""
+    upgrades, new_layouts, surge = rng.choice((1, 1, 2)), rng.random() < 0.5, rng.choice((1, 1, 2))
+    if nobody_leaves or rng.random() >= UPGRADE_SHARE:
+        return settings
+    return dataclasses.replace(settings, upgrades=upgrades, new_layouts=new_layouts, surge=surge)
 
 
 def _with_bounds(settings: WorldSettings, rng: Random, safe: bool) -> WorldSettings:

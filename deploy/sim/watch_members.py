@@ -46,6 +46,10 @@ class ViewWatch:
         self._version, self._listed = view.version, listed
         self._able = {stamp.worker for stamp in listed} - view.silent
 
+    def epoch_of(self, worker: WorkerId) -> int:
+        """Of whoever is there, as far as it was told."""
+        return self._epochs[worker]
+
     def asks(self, worker: WorkerId, epoch: int = 0) -> None:
         """For work."""
         assert worker in self._able, f"{self._name} asks {worker}, which is not there or says nothing"

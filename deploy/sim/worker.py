@@ -18,11 +18,11 @@ from msgspec import structs
 from baton.common.engine.batch import Batch
 from baton.common.engine.breaking_runner import BreakingRunner
 from baton.common.engine.chunk_predictor import ChunkPredictor
-from baton.common.engine.core_api import EngineCore, MembershipView, SendTo
+from baton.common.engine.core_api import Drain, EngineCore, HandOver, MembershipView, SendTo
 from baton.common.engine.fake_runner import FakeRunner, FakeTicket, fake_runner, run_out
 from baton.common.engine.kv_feed import KvFeed
 from baton.common.engine.profiling import predictor_for
-from baton.common.ids import HandoffKey, Stamp
+from baton.common.ids import HandoffKey, Stamp, WorkerId
 from baton.common.kv.census import Holding, OwnerClass
 from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.compiled_checker import StepChecker
@@ -65,7 +65,7 @@ def _arrival(kind: str) -> str:
 class WorkerProcess(MemberProcess):
     """A prefill or decode worker."""
 
-    def __init__(self, world: World, stamp: Stamp, role: str) -> None:
+    def __init__(self, world: World, stamp: Stamp, role: str, revision: int) -> None:
         self._settings = settings = world.settings
         config = settings.prefill_config if role == "prefill" else settings.decode_config
         num_pages = settings.num_pages(role, successor=stamp.incarnation > 1)
@@ -118,7 +118,7 @@ class WorkerProcess(MemberProcess):
             layers=memory.layers,
             max_live_sources=settings.max_live_sources,
         )
-        super().__init__(world, stamp, role)
+        super().__init__(world, stamp, role, revision)
         pieces = state_pieces_of(memory)
         self._watch = HandoffWatch(stamp, settings.page_size, pieces, settings.transfer, world.is_prompt)
         self.data = SimDataPlane(self, memory, settings, world.schedule, world.network, world.worker_at, world.probe)
@@ -156,6 +156,12 @@ class WorkerProcess(MemberProcess):
     def hang(self) -> None:
         """The next step does not end. Everything else goes on: it says that it lives."""
         self._hangs = True
+
+    def drain(self) -> None:
+        self.deliver(Drain())
+
+    def hand_over(self) -> None:
+        self.deliver(HandOver())
 
     def deliver(self, event: object) -> None:
         """From the I/O thread to the engine: in order, a moment later."""
@@ -235,6 +241,7 @@ class WorkerProcess(MemberProcess):
         for effect in effects:
             if isinstance(effect, OpenSink):
                 self._view.asks(effect.peer)
+                self._assert_alike(effect.peer, self._view.epoch_of(effect.peer))
             elif isinstance(effect, SendTo) and isinstance(effect.body, KvEvents):
                 self.world.caches.said(self.stamp, effect.body)
             self._to_io_s = due_s = max(self._to_io_s, self._after_a_hop())
@@ -287,8 +294,17 @@ class WorkerProcess(MemberProcess):
         self.world.probe("hand_off_frame", (self, frame))
         now = self.now
         effects = self.endpoint.on_frame(frame, now)
+        if effects:
+            self._assert_alike(frame.src.worker, frame.src.epoch)
         self._watch.frame(frame, effects, now)
         self._carry_out(effects)
+
+    def _assert_alike(self, peer: WorkerId, epoch: int) -> None:
+        """Pages mean the same to both. One that has had a successor is not there any more."""
+        other = self.world.seats.get(peer)
+        known = isinstance(other, WorkerProcess) and other.stamp.epoch == epoch
+        layout = other.layout if isinstance(other, WorkerProcess) and known else self.layout
+        assert layout == self.layout, f"a hand-off between {self.name} with {self.layout} and {peer} with {layout}"
 
     def stray_frame(self, frame: Frame) -> None:
         """An endpoint does not rely on others to drop it."""

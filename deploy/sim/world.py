@@ -7,6 +7,7 @@ request has one right outcome, every page is free or cached, no hand-off is open
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from baton.transfer.api import SinkFailed
 KILL_S = 0.05
 LOOK_S = 0.05
 """A process that was told to leave looks this often whether it is done."""
+HAND_OVER_SHARE = 0.8
 HALF_OPEN_S = 2.0
 QUIET_STEP_S = 0.5
 SHORT_S = 10.0
@@ -95,6 +97,9 @@ class World:
         self._prompt = is_prompt(settings)
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
         self.specs = [SeatSpec(WorkerId(f"{role}-{i}"), role) for role, count in roles for i in range(count)]
+        self.wanted = self.specs  # of the controller
+        self.revision = 1
+        self.bad_revisions: set[int] = set()  # processes of which do not get ready
         self.publications = PublicationWatch(self._is_alive)
         self.caches = CacheWatch()
         self.controller = ControllerProcess(self, self.specs)
@@ -145,11 +150,14 @@ class World:
             old = self.seats.get(spec.worker)
             assert old is None or not old.alive, f"two processes in seat {spec.worker}"
             stamp = Stamp(spec.worker, incarnation, Epoch(self.rng.getrandbits(62) + 2))
+            if spec.revision in self.bad_revisions:
+                self.schedule.after(0.1, self.controller.start_failed, stamp)
+                return
             if self._may_go_wrong(self.settings.bad_starts):
                 self._start_badly(stamp)
                 return
             make = GatewayProcess if spec.role == "gateway" else WorkerProcess
-            self.seats[spec.worker] = make(self, stamp, spec.role)
+            self.seats[spec.worker] = make(self, stamp, spec.role, spec.revision)
             for other in [*self.seats] if self.settings.half_open and self.now < self.calm_s else ():
                 if self.rng.random() < self.settings.half_open:
                     self.publications.suspect(spec.worker)  # which may not know whom to tell that it lives
@@ -223,7 +231,7 @@ class World:
         living = [process for process in processes if process.alive]
         views = [process.roster.latest for process in living if isinstance(process, MemberProcess)]
         version = max([int(self.now * 1000), *(view.version + 1 for view in views if view is not None)])
-        self.controller = ControllerProcess(self, self.specs, version)
+        self.controller = ControllerProcess(self, self.wanted, version)
         self.seats[CONTROLLER] = self.controller
         self.schedule.note(CONTROLLER, f"begins again with version {version}")
         self.controller.rebuild(self._given, living)
@@ -272,13 +280,30 @@ class World:
         """The controller is told that the worker there shall have the other role."""
         self.controller.flip(worker)
 
-    def ask_to_leave(self, worker: WorkerId, incarnation: int) -> None:
-        """By order of the controller, which asked for the answer: when nothing is left to do there."""
+    def upgrade(self) -> None:
+        """All seats shall have processes of the next revision, with `surge` more of either role meanwhile."""
+        self.revision += 1
+        roles = [spec.role for spec in self.specs]
+        extra = [
+            SeatSpec(WorkerId(f"{role}-{roles.count(role) + number}"), role, extra=True)
+            for role in ("prefill", "decode")
+            for number in range(self.settings.surge if role in roles else 0)  # one who has no like needs one
+        ]
+        self.wanted = [dataclasses.replace(spec, revision=self.revision) for spec in (*self.specs, *extra)]
+        self.schedule.note("world", f"upgrade to revision {self.revision}")
+        self.publications.suspect(*(spec.worker for spec in self.wanted))
+        self.controller.change(self.wanted)
+
+    def ask_to_leave(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
+        """By order of the controller, which asked for the answer: when nothing is left to do there. What is there
+        shortly before its time is over goes on elsewhere."""
         process, asked_by = self.seats.get(worker), self.controller
-        if not isinstance(process, WorkerProcess) or process.stamp.incarnation != incarnation:
+        if not isinstance(process, MemberProcess) or process.stamp.incarnation != incarnation:
             return
         self.publications.suspect(worker)
-        process.run(lambda: process.deliver(Drain()), "drain")
+        self.faulty = self.faulty or timeout_s < SHORT_S
+        process.run(process.drain, "drain")
+        process.after(timeout_s * HAND_OVER_SHARE, process.hand_over, "hand over")
 
         def answer_when_drained() -> None:
             if process.drained:
@@ -326,7 +351,7 @@ class World:
 
     def workers(self, role: str = "") -> list[WorkerProcess]:
         """Living ones, in seat order."""
-        processes = [self.seats.get(spec.worker) for spec in self.specs]
+        processes = [self.seats.get(spec.worker) for spec in self.wanted]
         return [
             one for one in processes if isinstance(one, WorkerProcess) and one.alive and (not role or one.role == role)
         ]
@@ -336,7 +361,7 @@ class World:
     def submit(self, request: ClientRequest, gateway: int = 0) -> None:
         """Through the nth gateway, as soon as it is there."""
         process = self.seats.get(WorkerId(f"gateway-{gateway}"))
-        if not isinstance(process, GatewayProcess) or not process.alive or process.paused or not process.roster.listed:
+        if not isinstance(process, GatewayProcess) or not process.takes_requests:
             self.schedule.after(0.2, lambda: self.submit(request, gateway))
             return
         request.gateway = process
@@ -466,6 +491,7 @@ class World:
         return (
             full
             and self.controller.alive
+            and not self.controller.core.changing
             and not any(process.paused or not process.settled for process in self._living())
         )
 

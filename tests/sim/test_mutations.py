@@ -31,18 +31,21 @@ from baton.decode.answers import Answers
 from baton.decode.caching import Caching
 from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
+from baton.decode.peers import Peers
 from baton.decode.request import DecodeRequest, Done, Incoming, Restoring
 from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
+from baton.deploy import controller_core, fitting
 from baton.deploy.admission import Admission as GatewayAdmission
 from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore, Waiting
 from baton.deploy.routing.index import PrefixIndex
+from baton.deploy.routing.router import Router
 from baton.deploy.session_book import SessionBook
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -808,6 +811,28 @@ def inherit_a_predecessors_cache(patch):
     patch.setattr(PrefixIndex, "alive", mutated)
 
 
+def ask_whoever_computes_prompts(patch):
+    """A decode worker takes KV from any prefill worker, whatever that means by a page."""
+
+    def mutated(self, request, member):
+        silent = member.stamp.worker in self._silent
+        return member.role == "prefill" and not silent and member.stamp not in request.tried
+
+    patch.setattr(Peers, "_can_fill", mutated)
+
+
+def go_on_with_whoever_is_there(patch):
+    """An answer that was begun by one version of a model is gone on with by another."""
+    place = Router.place
+    patch.setattr(Router, "place", lambda self, *args, group=None, **named: place(self, *args, **named))
+
+
+def take_all_for_alike(patch):
+    """A controller that does not look at fingerprints: all processes are of one group."""
+    patch.setattr(controller_core, "group_of", lambda fingerprint: "all")
+    patch.setattr(fitting, "group_of", lambda fingerprint: "all")
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -879,6 +904,9 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     take_batches_out_of_turn,
     ask_for_no_changes,
     inherit_a_predecessors_cache,
+    ask_whoever_computes_prompts,
+    go_on_with_whoever_is_there,
+    take_all_for_alike,
 ]
 
 
