@@ -20,7 +20,8 @@ MOST_GROWTH_BYTES = 48 << 20
 MOST_MORE_OBJECTS = 30_000
 MOST_MORE_DESCRIPTORS = 120
 """Connections of strangers that have not been shown the door yet."""
-MOST_MORE_SERIES = 60
+MOST_MORE_SERIES = 400
+"""Some 60 for each lane and direction of a pair of workers that has not been heard of when the count begins."""
 
 
 def series(url: str) -> list[str]:
