@@ -14,7 +14,7 @@ import threading
 import msgspec
 import zmq
 
-from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.ids import Epoch, Stamp
 from baton.transfer.mesh import ClusterKeys, bind_to, secure_client, secure_server
 from baton.transfer.transports.tcp_parts import ASK, DATA, DROP, END, FRAME_BYTES, PROOF_BYTES, Gone, Prover, TcpFrame
 
@@ -414,8 +414,3 @@ class HttpStrangers:
             at = dice.randrange(len(request))
             request = request[:at] + dice.randbytes(dice.choice((0, 1, 3))) + request[at + dice.choice((0, 1, 5)) :]
         return request
-
-
-def own_stamp(dice: random.Random) -> Stamp:
-    """Of no member."""
-    return Stamp(WorkerId("nobody-0"), 1, Epoch(dice.getrandbits(60) + 1))

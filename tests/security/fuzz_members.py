@@ -15,8 +15,11 @@ import numpy as np
 import zmq
 from fuzz_words import Words
 
+from baton.common.config import KvConfig
+from baton.common.engine.fake_runner import fake_runner
 from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
+from baton.common.kv.layout import Component
 from baton.common.messages import (
     PROTOCOL_VERSION,
     Accept,
@@ -55,6 +58,8 @@ from baton.transfer.mesh import ClusterKeys, Mesh
 BEAT_S = 0.1
 SEND_WITHIN_S = 20.0
 OURS = "mad-"
+PAGE_SIZE = KvConfig().page_size
+PAGE_BYTES = fake_runner({Component.FULL: 2}, PAGE_SIZE).memory.main.page_bytes
 _NOTHING = Failure(code=ErrorCode.CANCELLED, reason="mad")
 
 
@@ -250,6 +255,10 @@ class MadPrefill(Mad):
             self.mesh.send(frame.src.worker, frame.src.epoch, refuse)
         elif getattr(body, "key", None) not in self.alien_keys:
             self.words.note(body)
+            if isinstance(body, Offer) and self.dice.random() < 0.6:  # so that the receiver gets as far as its lane
+                total = len(body.tokens) // 4
+                for answer in (Accept(key=body.key), self._chunk(body, total)):
+                    self.mesh.send(frame.src.worker, frame.src.epoch, answer)
 
     def honest(self, worker: WorkerId) -> Body:
         dice = self.dice
@@ -272,15 +281,17 @@ class MadPrefill(Mad):
 
     def _chunk(self, offer: Offer, total: int) -> Chunk:
         dice = self.dice
-        seq, units = dice.choice((0, 0, 1, 2)), dice.choice((1, 1, 2, -(-total // 16) or 1))
-        pages = [dice.choice((1, 2, 5, 200, 1 << 20, -1)) for _ in range(units)]
+        most = -(-(total - offer.start) // PAGE_SIZE)
+        seq, first = dice.choice(((0, 0), (0, 0), (0, 0), (1, 1), (0, 1)))
+        units = max(1, min(most - first, *offer.region_units, 1 if seq else dice.choice((1, 64))))
+        pages = [dice.choice((1, 2, 5, 200) if dice.random() < 0.95 else (1 << 20, -1)) for _ in range(units)]
         return Chunk(
             key=offer.key,
             seq=seq,
             tag=offer.tag_base + seq,
-            first_unit=dice.choice((0, 0, 1)),
+            first_unit=first,
             units=units,
-            nbytes=units * dice.choice((1024, 4096)),
+            nbytes=units * PAGE_BYTES,
             digest=dice.getrandbits(64),
             source_pages=np.array(pages, dtype="<i4").tobytes() if dice.random() < 0.7 else b"",
         )

@@ -23,14 +23,13 @@ from fuzz_doors import (
     TcpLaneCaller,
     WrongKeys,
     ZmqLaneCaller,
-    own_stamp,
 )
 from fuzz_members import Mad, MadDecode, MadGateway, MadPrefill
 from fuzz_victims import Account, Arena, Find, MayStart, Tell, Up, free_ports, run_victims
 
 from baton.common.engine.fake_runner import fake_generate
 from baton.common.ids import HandoffId, HandoffKey, Stamp, WorkerId
-from baton.common.messages import LaneAddress, Member, SamplingParams
+from baton.common.messages import Chunk, LaneAddress, Member, SamplingParams
 from baton.common.shared_memory import SharedBlock
 from baton.deploy.tokenizer import ByteTokenizer
 from baton.transfer.mesh import ClusterKeys
@@ -106,6 +105,7 @@ class Siege:
         self._closers: list[Callable[[], None]] = []
         self.mad: dict[str, Mad] = {}
         self.sent: Counter[str] = Counter()
+        self.lanes: dict[str, ZmqLaneCaller | TcpLaneCaller] = {}
         self.asker: Asker | None = None
         self._zmq_source: MadZmqSource | None = None
         self._up = self._await(Up)
@@ -121,8 +121,7 @@ class Siege:
         prefill = members[WorkerId("prefill-0")]
         self._admit("decode-1", MadDecode, prefill.fingerprint)
         self._admit("prefill-1", MadPrefill, prefill.fingerprint, lambda stamp: self._mad_lanes(stamp, prefill))
-        dice, keys, me = self.dice, self.keys, own_stamp(self.dice)
-        zmq_port, tcp_port = _port_of(prefill, "zmq"), _port_of(prefill, "tcp")
+        dice, keys, me = self.dice, self.keys, self.mad["decode-1"].stamp
         zmq_ports = [_port(self._up.controller), *(_port(one.address) for one in members.values())]
         zmq_ports += [port for one in members.values() if (port := _port_of(one, "zmq"))]
         tcp_ports = [port for one in members.values() if (port := _port_of(one, "tcp"))]
@@ -132,9 +131,11 @@ class Siege:
         self.wrong_keys = WrongKeys(dice, tuple(zmq_ports), keys)
         self.events = EventReaders(dice, tuple(event_ports))
         self.http = HttpStrangers(dice, http_port)
-        self.zmq_lane = ZmqLaneCaller(dice, zmq_port, keys, me, prefill.stamp.epoch)
-        self.tcp_lane = TcpLaneCaller(dice, tcp_port, keys.data_secret, me, prefill.stamp)
-        for one in (self.strangers, self.wrong_keys, self.events, self.zmq_lane, self.tcp_lane):
+        if port := _port_of(prefill, "zmq"):
+            self.lanes["zmq lane"] = ZmqLaneCaller(dice, port, keys, me, prefill.stamp.epoch)
+        if port := _port_of(prefill, "tcp"):
+            self.lanes["tcp lane"] = TcpLaneCaller(dice, port, keys.data_secret, me, prefill.stamp)
+        for one in (self.strangers, self.wrong_keys, self.events, *self.lanes.values()):
             self._closers.append(one.close)
         self.asker = Asker(self._up.url, self.seed)
         self.asker.start()
@@ -155,17 +156,19 @@ class Siege:
 
     def _mad_lanes(self, stamp: Stamp, honest: Member) -> tuple[LaneAddress, ...]:
         """What a decode worker will link to: real memory, and listeners that answer anything."""
-        local = dict(next(lane.address for lane in honest.lanes if lane.lane == "local"))
-        self._block = SharedBlock(int(local["full_units"]) * int(local["full_unit_bytes"]))
-        local |= {"pid": os.getpid(), "full_fd": self._block.fd, "full_nonce": self._block.nonce.hex()}
+        addresses: dict[str, dict[str, str | int]] = {}
+        for lane in honest.lanes:
+            if lane.lane == "local":
+                local = dict(lane.address)
+                self._block = SharedBlock(int(local["full_units"]) * int(local["full_unit_bytes"]))
+                local |= {"pid": os.getpid(), "full_fd": self._block.fd, "full_nonce": self._block.nonce.hex()}
+                addresses["local"] = local
         self._zmq_source = MadZmqSource(random.Random(self.seed), self.keys, stamp)
         self._tcp_source = MadTcpSource(random.Random(self.seed), self.keys.data_secret, stamp)
         self._closers += [self._zmq_source.close, self._tcp_source.close]
-        return (
-            LaneAddress(lane="local", address=local),
-            LaneAddress(lane="tcp", address={"host": "127.0.0.1", "port": self._tcp_source.port}),
-            LaneAddress(lane="zmq", address={"tcp": self._zmq_source.address}),
-        )
+        addresses["tcp"] = {"host": "127.0.0.1", "port": self._tcp_source.port}
+        addresses["zmq"] = {"tcp": self._zmq_source.address}
+        return tuple(LaneAddress(lane=name, address=address) for name, address in addresses.items())
 
     # ------------------------------------------------------------------------------------------- fighting
 
@@ -187,16 +190,20 @@ class Siege:
     def _round(self) -> None:
         jobs: list[tuple[Callable[[], object], int]] = [
             (self._speak, 300),
-            (self.zmq_lane.ask, 55), (self.tcp_lane.ask, 55), (self.events.ask, 30),
-            (self.http.ask, 14), (self.strangers.knock, 8), (self.wrong_keys.knock, 1),
-        ]  # fmt: skip
+            *((lane.ask, 110 // len(self.lanes)) for lane in self.lanes.values()),
+            (self.events.ask, 30),
+            (self.http.ask, 14),
+            (self.strangers.knock, 8),
+            (self.wrong_keys.knock, 1),
+        ]
+        for lane in self.lanes.values():
+            lane.tags = [body.tag for body in self.mad["decode-1"].words.heard if isinstance(body, Chunk)] or [0]
         for job, times in jobs:
             for _ in range(times):
                 job()
             self.tend()
         counted = {
-            "zmq lane": self.zmq_lane,
-            "tcp lane": self.tcp_lane,
+            **self.lanes,
             "kv events": self.events,
             "http": self.http,
             "strangers": self.strangers,
