@@ -125,9 +125,10 @@ def refuse_unfit(config: ClusterConfig, ray_address: str | None, console: Consol
     def say(line: str) -> None:
         console.print(line, markup=False, style="dim")
 
-    found = (
-        examine_here(config, Bounds(), say) if ray_address is None else examine_ray(config, ray_address, Bounds(), say)
-    )
+    if ray_address is None:
+        found = examine_here(config, Bounds(), say)
+    else:
+        found = examine_ray(config, ray_address, Bounds(), say)
     findings = judge(found)
     print_found(found, findings, console)
     if not nothing_failed(findings):

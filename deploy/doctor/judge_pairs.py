@@ -68,6 +68,8 @@ def _judge_pair(
     expected = expected_lane(config, source, receiver)
     yield _lane(pair, expected, config, source, receiver, where)
     yield from _speed(pair, source, receiver, back_gbps, where)
+    if same_host(source, receiver) and _lane_of(pair, "ucx").status == "up":
+        yield from _ipc(source, receiver, where)
     yield from _other_lanes(pair, where)
 
 
@@ -102,6 +104,12 @@ def _why_not_local(source: HostFacts, receiver: HostFacts, reason: str) -> str:
     if source.uid != receiver.uid:
         return f"they run as users {source.uid} and {receiver.uid}: let one user run both"
     return f"{reason}; leave local out of transfer.lanes if that is meant"
+
+
+def _ipc(source: HostFacts, receiver: HostFacts, where: str) -> Iterator[Finding]:
+    if source.namespaces.get("ipc") != receiver.namespaces.get("ipc"):
+        way_out = "one container or pod for both, or hostIPC: else UCX goes over TCP from one to the other"
+        yield Finding("IPC namespaces", Severity.WARN, "each has its own", way_out, "one for both", where)
 
 
 def _speed(pair: PairReport, source: HostFacts, receiver: HostFacts, back_gbps: float, where: str) -> Iterator[Finding]:

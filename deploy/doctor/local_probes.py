@@ -41,14 +41,14 @@ class _Child:
 
 
 class LocalProbes:
-    """`Probes`, one child for each spec."""
+    """`Probes`, one child for each spec. `before`: what the command of one begins with, by its name: a container's."""
 
-    def __init__(self, specs: Sequence[ProbeSpec]) -> None:
+    def __init__(self, specs: Sequence[ProbeSpec], before: Mapping[WorkerId, Sequence[str]] | None = None) -> None:
         self._run_dir = specs[0].run_dir if specs else ""
         self._children: dict[WorkerId, _Child] = {}
         self._begun: dict[WorkerId, int] = {}
         for spec in specs:
-            child = _start()
+            child = _start((before or {}).get(spec.worker, ()))
             self._children[spec.worker] = child
             child.ask(msgspec.json.encode(spec))
 
@@ -116,9 +116,9 @@ class LocalProbes:
         return ()
 
 
-def _start() -> _Child:
+def _start(before: Sequence[str]) -> _Child:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "baton.deploy.doctor.probe", str(theirs.fileno())]
+        command = [*before, sys.executable, "-m", "baton.deploy.doctor.probe", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     return _Child(process, ours)

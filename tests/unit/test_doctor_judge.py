@@ -36,7 +36,7 @@ def on_one_host(receiver: HostFacts, reason: str) -> list[PairReport]:
 @pytest.mark.parametrize(
     ("changes", "way_out"),
     [
-        ({"namespaces": {"pid": "9"}}, "PID namespaces"),
+        ({"namespaces": {"pid": "9", "ipc": "2"}}, "PID namespaces"),
         ({"uid": 7}, "users 1000 and 7"),
         ({}, "its memory cannot be opened"),
     ],
@@ -52,6 +52,14 @@ def test_two_on_one_host_that_use_the_network_are_an_alarm(changes: dict[str, ob
     assert way_out in findings[0].way_out
     assert findings[0].value.startswith("fell back to tcp")
     assert findings[0].expected.startswith("local")
+
+
+def test_ucx_has_no_shared_memory_across_ipc_namespaces() -> None:
+    other = facts(namespaces={"pid": "1", "ipc": "8"})
+    reports = tuple(pair(*way, "local", down={}) for way in (("a", "b"), ("b", "a")))
+    assert [(one.what, one.severity) for one in wrong(two_hosts(second=other, pairs=reports))] == [
+        ("IPC namespaces", Severity.WARN)
+    ] * 2
 
 
 def test_no_shared_memory_wanted_is_no_alarm() -> None:

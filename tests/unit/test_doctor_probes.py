@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from baton.common.config import ClusterConfig, ModelConfig
 from baton.common.ids import WorkerId
+from baton.deploy.cli import FAILED, run_command
 from baton.deploy.doctor.examination import Bounds, Examination
 from baton.deploy.doctor.findings import Severity
 from baton.deploy.doctor.judge import judge
@@ -20,18 +22,19 @@ from baton.deploy.doctor.shapes import Found, Host, ProbeSpec
 from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import new_run_dir
 
-CONFIG = ClusterConfig(model=ModelConfig(model="fake"))
-CONFIG = replace(CONFIG, transfer=replace(CONFIG.transfer, lanes=("local", "tcp", "zmq")))  # ucx takes seconds to start
+FAKE = ClusterConfig(model=ModelConfig(model="fake"))
+CONFIG = replace(FAKE, transfer=replace(FAKE.transfer, lanes=("local", "tcp")))
+ALL = replace(FAKE, transfer=replace(FAKE.transfer, lanes=("local", "tcp", "zmq")))  # ucx takes seconds to start
 BOUNDS = Bounds(start_s=30.0, pair_s=8.0)
 
 
-def spec(worker: str, run_dir: str, keys: ClusterKeys) -> ProbeSpec:
-    return ProbeSpec(WorkerId(worker), CONFIG, keys, run_dir, 120.0)
+def spec(worker: str, run_dir: str, keys: ClusterKeys, config: ClusterConfig = CONFIG) -> ProbeSpec:
+    return ProbeSpec(WorkerId(worker), config, keys, run_dir, 120.0)
 
 
 @contextmanager
-def probes(*specs: ProbeSpec) -> Iterator[LocalProbes]:
-    running = LocalProbes(specs)
+def probes(*specs: ProbeSpec, before: Mapping[WorkerId, Sequence[str]] | None = None) -> Iterator[LocalProbes]:
+    running = LocalProbes(specs, before)
     pids = [running.pid(one.worker) for one in specs]
     try:
         yield running
@@ -55,7 +58,7 @@ def examine(running: LocalProbes, *workers: str, bounds: Bounds = BOUNDS) -> Fou
 
 def test_every_lane_is_measured_in_both_directions_and_the_best_is_chosen() -> None:
     run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    with probes(spec("a", run_dir, keys), spec("b", run_dir, keys)) as running:
+    with probes(spec("a", run_dir, keys, ALL), spec("b", run_dir, keys, ALL)) as running:
         found = examine(running, "a", "b")
     assert {(pair.source, pair.receiver) for pair in found.pairs} == {("a", "b"), ("b", "a")}
     for pair in found.pairs:
@@ -92,13 +95,35 @@ def test_a_probe_that_hangs_and_one_of_other_keys_are_findings_and_cost_their_ti
     assert ("probe", "b") in {(one.what, one.where) for one in judge(second) if one.severity is Severity.FAIL}
 
 
-def test_a_probe_that_cannot_be_born_says_why() -> None:
+def namespaces(*kinds: str) -> tuple[str, ...]:
+    """As a container of one's own has them."""
+    return ("unshare", *kinds, "--fork", "--kill-child", *(["--mount-proc"] if "--pid" in kinds else []))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="namespaces want root")
+def test_a_pid_namespace_forbids_shared_memory_and_a_shut_network_all_but_that() -> None:
     run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    nowhere = replace(CONFIG, bind_host="192.0.2.1")
-    one = ProbeSpec(WorkerId(secrets.token_hex(4)), nowhere, keys, run_dir, 60.0)
-    with probes(one) as running:
-        found = examine(running, one.worker)
-    assert "cannot listen there" in found.hosts[0].trouble
+    specs = [spec(worker, run_dir, keys) for worker in ("a", "container", "island")]
+    before = {WorkerId("container"): namespaces("--pid", "--ipc"), WorkerId("island"): namespaces("--net")}
+    with probes(*specs, before=before) as running:
+        found = examine(running, "a", "container", "island", bounds=replace(BOUNDS, pair_s=2.0))
+    failed = {(one.what, one.where): one for one in judge(found) if one.severity is Severity.FAIL}
+    for where in ("a -> container", "container -> a"):
+        assert failed["lane", where].value.startswith("fell back to tcp")
+        assert "PID namespaces of their own" in failed["lane", where].way_out
+    assert {("control frames", "a -> island"), ("reachability", "a -> island"), ("reachability", "island -> a")} <= set(
+        failed
+    )
+    assert all(host.facts is not None and not host.trouble for host in found.hosts)
+
+
+def test_nothing_is_brought_up_where_the_doctor_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    """An address that is none of this machine's: no probe can listen there, and no worker could."""
+    serving = ["serve", "--doctor", "--model", "fake", "--port", "0", "--set", "bind_host=192.0.2.1"]
+    assert run_command(serving) == FAILED
+    said = capfd.readouterr().err
+    assert "cannot listen there" in said
+    assert "nothing was brought up" in said
 
 
 def test_a_probe_ends_by_itself_when_its_time_is_over() -> None:
