@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from msgspec import structs
@@ -16,6 +16,7 @@ from rich.console import Console
 from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.errors import BatonError
 from baton.common.ids import WorkerId
+from baton.common.messages import Member
 from baton.common.model.cache import silent
 from baton.deploy.commands.options import err
 from baton.deploy.doctor.examination import SLACK_S, Bounds, Examination
@@ -89,14 +90,11 @@ def examine_ray(config: ClusterConfig, ray_address: str, bounds: Bounds, say: Sa
     from baton.deploy.standing import find_cluster
 
     running = find_cluster(config.cluster, ray_address)
-    members: list[Running] = []
+    members: tuple[Member, ...] = ()
     if running is not None:
         config = running.plan.config
         say(f"{config.cluster} runs there: its own settings are looked at")
-        members = [
-            Running(member.stamp.worker, member.role, member.address, member.fingerprint)
-            for member in running.status().members
-        ]
+        members = running.status().members
     nodes = ray_nodes(config)
     hosts = [
         Host(
@@ -141,17 +139,34 @@ def _examine(
     probes: Probes,
     bounds: Bounds,
     say: Say,
-    members: Sequence[Running] = (),
+    members: Sequence[Member] = (),
 ) -> Found:
-    ports = [(member.worker, *_host_and_port(member.address)) for member in members]
     left: tuple[WorkerId, ...] = ()
     try:
         found = Examination(
-            config=config, hosts=hosts, probes=probes, bounds=bounds, say=say, ports=ports, members=members
+            config=config,
+            hosts=hosts,
+            probes=probes,
+            bounds=bounds,
+            say=say,
+            ports=[port for member in members for port in ports_of(member)],
+            members=[Running(one.stamp.worker, one.role, one.address, one.fingerprint) for one in members],
         ).run()
     finally:
         left = probes.close()
     return structs.replace(found, left=left)
+
+
+def ports_of(member: Member) -> Iterator[tuple[str, str, int]]:
+    """On which it is reached by its peers: the control port, and those of its lanes that have one."""
+    name = member.stamp.worker
+    yield (f"{name} control", *_host_and_port(member.address))
+    for lane in member.lanes:
+        match lane.address:
+            case {"host": str(host), "port": int(port)}:
+                yield f"{name} {lane.lane}", host, port
+            case {"tcp": str(address)}:
+                yield (f"{name} {lane.lane}", *_host_and_port(address))
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from baton.deploy.doctor.clocks import Exchange, offset_of
 from baton.deploy.doctor.pairs import Pair, choose_pairs, rounds_of
 from baton.deploy.doctor.probes import Probes, Silent
 from baton.deploy.doctor.shapes import (
+    PORTS_AT_ONCE,
     Answer,
     ClockReport,
     Facts,
@@ -43,8 +44,6 @@ from baton.deploy.doctor.shapes import (
 CLOCK_ROUNDS = 8
 CLOCK_S = 3.0
 PORT_S = 1.0
-PORTS_S = 10.0
-"""For all that one host tries."""
 SLACK_S = 5.0
 """A probe that is late by more than this hangs."""
 MEET_S = 10.0
@@ -168,7 +167,10 @@ class Examination:
         ports = tuple(self.ports)
         if not ports:
             return []
-        answers = self._ask({probe: TryPorts(ports, PORT_S) for probe in first if probe}, PORTS_S + PORT_S * len(ports))
+        answers = self._ask(
+            {probe: TryPorts(ports, PORT_S) for probe in first if probe},
+            SLACK_S + PORT_S * (1 + len(ports) // PORTS_AT_ONCE),
+        )
         names = {probe: host.name for host, probe in zip(self.hosts, first, strict=True) if probe}
         return [
             Reach(names[probe], name, f"{host}:{port}", outcome)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TypeVar, assert_never
 
@@ -28,6 +28,7 @@ from baton.common.ids import Epoch, Stamp
 from baton.deploy.doctor.host import facts_here, ucx_info
 from baton.deploy.doctor.prober import Prober, try_port
 from baton.deploy.doctor.shapes import (
+    PORTS_AT_ONCE,
     Answer,
     Done,
     Facts,
@@ -92,7 +93,9 @@ class ProbeProcess:
             case TellHeard():
                 return Heard(tuple(sorted(prober.heard)))
             case TryPorts():
-                return Tried(tuple(try_port(host, port, request.within_s) for _, host, port in request.ports))
+                with ThreadPoolExecutor(PORTS_AT_ONCE) as pool:
+                    tried = pool.map(lambda port: try_port(port[1], port[2], request.within_s), request.ports)
+                    return Tried(tuple(tried))
             case Stop():
                 self.stop()
                 return Done()

@@ -184,6 +184,9 @@ class Heard(Struct, frozen=True, tag=True):
     workers: tuple[WorkerId, ...]
 
 
+PORTS_AT_ONCE = 32
+
+
 class TryPorts(Struct, frozen=True, tag=True):
     """`ports`: (name, host, port)."""
 

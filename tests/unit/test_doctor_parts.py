@@ -7,9 +7,11 @@ import random
 import pytest
 
 from baton.common.config import PlacementConfig
-from baton.common.ids import WorkerId
+from baton.common.ids import Epoch, Stamp, WorkerId
+from baton.common.messages import LaneAddress, Member
 from baton.deploy.doctor import topology
 from baton.deploy.doctor.clocks import Exchange, offset_of
+from baton.deploy.doctor.command import ports_of
 from baton.deploy.doctor.pairs import Pair, choose_pairs, rounds_of
 from baton.deploy.doctor.ray_probes import workers_on
 from baton.deploy.doctor.topology import Near
@@ -106,3 +108,18 @@ def test_workers_that_a_node_has_room_for() -> None:
     assert workers_on(node, PlacementConfig(gpus=1)) == 2
     assert workers_on(node, PlacementConfig(resources="role")) == 4
     assert workers_on({}, PlacementConfig(resources="role")) == 0
+
+
+def test_the_ports_by_which_a_member_is_reached() -> None:
+    lanes = (
+        LaneAddress(lane="local", address={"host": "boot/1/0", "pid": 7}),
+        LaneAddress(lane="tcp", address={"host": "10.0.0.1", "port": 5}),
+        LaneAddress(lane="zmq", address={"tcp": "tcp://[fd00::1]:6"}),
+        LaneAddress(lane="ucx", address={"worker": "00", "door": 3}),
+    )
+    stamp = Stamp(WorkerId("decode-0"), 1, Epoch(1))
+    assert list(ports_of(Member(stamp=stamp, role="decode", address="tcp://10.0.0.1:4", lanes=lanes))) == [
+        ("decode-0 control", "10.0.0.1", 4),
+        ("decode-0 tcp", "10.0.0.1", 5),
+        ("decode-0 zmq", "fd00::1", 6),
+    ]
