@@ -41,7 +41,6 @@ from baton.deploy.keyed_answers import KeyedAnswers
 from baton.deploy.openai_answers import answer_json, prepare
 from baton.deploy.openai_api import ChatRequest, CompletionRequest, parse_request
 from baton.deploy.openai_replies import (
-    HTTP_STATUS,
     ErrorDetail,
     ErrorReply,
     ModelCard,
@@ -245,7 +244,6 @@ class HttpApi:
     async def _only_operators(self, request: Request) -> None:
         """Raises RequestError ADMIN_ONLY: what these pages show is of everybody's requests."""
         if not self._gateway.keys.is_admin(owner_of(request)):
-            self._gateway.metrics.http("operator", HTTP_STATUS[ErrorCode.ADMIN_ONLY])
             reason = "this shows what everybody does, and wants a key of an operator's (`baton keys new --admin`)"
             raise RequestError(ErrorCode.ADMIN_ONLY, reason)
 
@@ -269,14 +267,19 @@ class HttpApi:
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return _refused(error)
+        return self._counted(request, _refused(error))
+
+    def _counted(self, request: Request, response: Response) -> Response:
+        """Whoever tries ids that are not his is seen to do so. Under the route, never under what he wrote."""
+        self._gateway.metrics.http(getattr(request.scope.get("route"), "path", "unknown"), response.status_code)
+        return response
 
     async def not_found(self, request: Request, error: Exception) -> Response:
         """Unknown paths and methods, in the API's own error shape."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         detail = ErrorDetail(message=message, type="invalid_request_error", param=None, code="not_found")
-        return json_response(ErrorReply(error=detail), error.status_code)
+        return self._counted(request, json_response(ErrorReply(error=detail), error.status_code))
 
     async def hung_up(self, request: Request, error: Exception) -> Response:
         """While its body was read."""
@@ -286,7 +289,8 @@ class HttpApi:
         """A page that is no number, a component that no model has. Bodies are not FastAPI's to read here."""
         assert isinstance(error, RequestValidationError)
         found = error.errors()[0]
-        return error_response(RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1])))
+        refused = RequestError(ErrorCode.INVALID_REQUEST, str(found["msg"]), str(found["loc"][-1]))
+        return self._counted(request, error_response(refused))
 
     async def internal_error(self, request: Request, error: Exception) -> Response:
         """A bug in the gateway. The client gets a clear answer; where it happened goes to the log (`accounts.py`)."""

@@ -347,6 +347,8 @@ def test_nothing_that_a_client_says_is_a_label(served: Served) -> None:
     headers = {"Authorization": f"Bearer {SECRET}", "X-Request-Id": SECRET}
     served.http.post("/v1/completions", json={"model": "fake", "prompt": "x"}, headers=headers)
     served.http.post("/v1/completions", json={"model": "other", "prompt": "x"}, headers=headers)
+    served.http.request(SECRET, "/")
+    served.http.get("/v1/files/none", headers=headers)
     before = labels()
     for number in range(30):
         odd = f"{SECRET}-{number}"
