@@ -39,6 +39,7 @@ PageNames = Annotated[bytes, Meta(max_length=8 * MAX_PAGE_NAMES)]
 UnitIds = Annotated[bytes, Meta(max_length=4 * MAX_REGION_UNITS)]
 ShortStr = Annotated[str, Meta(max_length=256)]
 SessionIdStr = Annotated[str, Meta(max_length=64)]
+PublicKey = Annotated[str, Meta(max_length=40)]
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=1 << 61)]
 """Of which a few may be added, and the sum is still one that arrays can hold."""
@@ -205,6 +206,7 @@ class Member(_Value, frozen=True, kw_only=True, omit_defaults=True):
     stamp: Stamp
     role: ShortStr  # "prefill" | "decode" | "gateway" | "controller"
     address: ShortStr  # control socket, "tcp://10.0.0.3:4711"
+    key: PublicKey = ""  # of its own pair, Z85; "" where nothing is encrypted
     lanes: Annotated[tuple[LaneAddress, ...], Meta(max_length=8)] = ()
     fingerprint: Annotated[dict[str, str], Meta(max_length=64)] = {}
     load: Load = Load()

@@ -27,7 +27,7 @@ from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, ProcessName, configure_logging
-from baton.common.messages import Body, Member, Membership
+from baton.common.messages import Body, Hello, Member, Membership
 from baton.deploy import ray_side
 from baton.deploy.autoscale import Policy
 from baton.deploy.autoscale_control import AutoscaleControl
@@ -45,7 +45,8 @@ from baton.deploy.controller_seats import (
 )
 from baton.deploy.ray_side import Place
 from baton.transfer.actor import HEALTH, WATCH, at_this_node, in_group
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import ControllerDoor, KeyPair
+from baton.transfer.mesh import Mesh
 from baton.transfer.process import ProcessSpec, actor_name, die_with_parent, register_process
 from baton.transfer.reports import WorkerMetrics
 
@@ -73,7 +74,6 @@ class ClusterPlan:
     """Everything a controller needs, also the one that Ray restarts."""
 
     config: ClusterConfig
-    keys: ClusterKeys | None
     run_dir: str
     seats: tuple[Seat, ...]
     class_paths: Mapping[str, str]  # of each role: what its processes run
@@ -105,7 +105,8 @@ class ControllerLoop:
         self._clock = MonotonicClock()
         # Views of successive controllers are ordered by their version; there is nobody to count incarnations.
         self._stamp = Stamp(CONTROLLER, 1, Epoch(secrets.randbits(62) + 1))
-        self._mesh = Mesh(self._stamp, at_this_node(plan.config).bind_host, plan.keys)
+        self._keys = KeyPair.generate()
+        self._mesh = Mesh(self._stamp, at_this_node(plan.config).bind_host, self._keys)
         self._core: ControllerCore | None = None
         self._autoscale = AutoscaleControl(plan.policy, self._clock.now()) if plan.policy is not None else None
         self._peers: dict[WorkerId, Member] = {}
@@ -176,6 +177,8 @@ class ControllerLoop:
                 frames = self._mesh.poll(max(0.0, due_s - now))
                 now = self._clock.now()
                 for frame in frames:
+                    if not isinstance(frame.body, Hello):
+                        self._mesh.allow.withdraw(frame.src.worker, frame.src.incarnation)  # by its own key
                     self._carry_out(self._live_core.on_message(frame.src, frame.body, now))
                 while self._inbox:
                     self._carry_out(self._inbox.popleft()(now))
@@ -222,6 +225,7 @@ class ControllerLoop:
             known_as = report.member or published.get((process.worker, process.incarnation))
             if known_as is None:
                 core.adopt_starting(process.worker, process.incarnation, report.role, now)
+                self._mesh.allow.invite(report.key, process.worker, process.incarnation)
             else:
                 effects += core.adopt(known_as, now, leaving=report.draining)
         self._core = core
@@ -239,12 +243,15 @@ class ControllerLoop:
         for effect in effects:
             match effect:
                 case StartWorker():
-                    self._in_pool(self._start_process, effect.spec, effect.incarnation)
+                    guest = KeyPair.generate()
+                    self._mesh.allow.invite(guest.public, effect.spec.worker, effect.incarnation)
+                    self._in_pool(self._start_process, effect.spec, effect.incarnation, guest)
                 case DrainWorker():
                     _log.info("drain", worker=effect.worker, incarnation=effect.incarnation)
                     self._in_pool(self._drain, effect.worker, effect.incarnation, effect.timeout_s)
                 case KillWorker():
                     _log.info("kill", worker=effect.worker, incarnation=effect.incarnation, reason=effect.reason)
+                    self._mesh.allow.withdraw(effect.worker, effect.incarnation)
                     self._in_pool(self._prove_dead, effect.worker, effect.incarnation, effect.reason)
                 case Publish():
                     self._publish(effect.membership, effect.readers)
@@ -259,10 +266,11 @@ class ControllerLoop:
 
     def _publish(self, membership: Membership, readers: tuple[Member, ...]) -> None:
         members = {member.stamp.worker: member for member in membership.members}
+        self._mesh.allow.set_members(membership.members)
         for worker in self._peers.keys() - members.keys():
             self._mesh.disconnect(worker)
         for worker, member in members.items():
-            self._mesh.connect(worker, member.address)
+            self._mesh.connect(worker, member.address, member.key)
         for member in readers:
             self._mesh.send(member.stamp.worker, member.stamp.epoch, membership)
         self._peers = members
@@ -274,7 +282,7 @@ class ControllerLoop:
             self._rejected.append(peer)
             if len(self._rejected) > MAX_REJECTED_PEERS:
                 self._mesh.disconnect(self._rejected.popleft())
-        self._mesh.connect(peer, member.address)
+        self._mesh.connect(peer, member.address, member.key)
         self._mesh.send(peer, member.stamp.epoch, body)
 
     def _publish_status(self) -> None:
@@ -308,15 +316,14 @@ class ControllerLoop:
 
     # ------------------------------------------------------------------------------ on pool threads
 
-    def _start_process(self, spec: SeatSpec, incarnation: int) -> None:
+    def _start_process(self, spec: SeatSpec, incarnation: int, guest: KeyPair) -> None:
         seat = self._seats[spec.worker]
         worker = spec.worker
         process = ProcessSpec(
             worker=worker,
             role=spec.role,
             incarnation=incarnation,
-            controller_address=self._mesh.address,
-            keys=self._plan.keys,
+            controller=ControllerDoor(self._mesh.address, self._keys.public, guest),
             config=self._config,
             cores=seat.cores,
             run_dir=self._plan.run_dir,
@@ -344,7 +351,7 @@ class ControllerLoop:
         if handle is None:
             self._on_ray_death(worker, incarnation)
             return
-        handle.rejoin.remote(self._mesh.address)
+        handle.rejoin.remote(ControllerDoor(self._mesh.address, self._keys.public))
         self._watch(handle, worker, incarnation)
 
     def _watch(self, handle: ActorHandle, worker: WorkerId, incarnation: int) -> None:

@@ -27,14 +27,16 @@ from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread, refusals_of
+from baton.transfer.keys import KeyPair
 from baton.transfer.process import ProcessSpec
 
 
 class GatewayProcess:
     """One gateway, from its listening socket to the cluster's mesh: `ClusterProcess`."""
 
-    def __init__(self, spec: ProcessSpec, workers: Callable[[IoThread], Workers]) -> None:
+    def __init__(self, spec: ProcessSpec, keys: KeyPair, workers: Callable[[IoThread], Workers]) -> None:
         self._spec = spec
+        self._keys = keys
         self._workers = workers
         self._server: GatewayServer | None = None
         self._gateway: Gateway | None = None
@@ -56,9 +58,9 @@ class GatewayProcess:
             "gateway",
             config,
             None,
-            self._spec.keys,
+            self._keys,
             self._on_event,
-            controller_address=self._spec.controller_address,
+            controller=self._spec.controller,
             load=self._load,
         )
         self._server = GatewayServer(listener, config, store, lambda: self._make_gateway(model, io, keys))
@@ -122,8 +124,8 @@ class GatewayProcess:
 class GatewayActor(ProcessActor):
     """The Ray shell of a gateway."""
 
-    def make_process(self, spec: ProcessSpec) -> GatewayProcess:
-        self._process = GatewayProcess(spec, lambda io: RayWorkers(spec.config.cluster, io))
+    def make_process(self, spec: ProcessSpec, keys: KeyPair) -> GatewayProcess:
+        self._process = GatewayProcess(spec, keys, lambda io: RayWorkers(spec.config.cluster, io))
         return self._process
 
     @in_group(INQUIRY)

@@ -49,7 +49,6 @@ from baton.deploy.ray_side import (
     place_of,
     reap_strangers,
 )
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import actor_name, make_private, new_run_dir, reap, run_root
 
 CLASS_PATHS: Mapping[str, str] = {
@@ -254,7 +253,6 @@ def launch(
         on_progress(f"Ray has {free_cpus:g} free CPUs; {config.prefill + config.decode} workers wait for {wanted:g}")
     plan = ClusterPlan(
         config=config,
-        keys=ClusterKeys.generate(),
         run_dir=new_run_dir(config.cluster),
         seats=_seats(config),
         class_paths=dict(class_paths),

@@ -22,6 +22,7 @@ from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Member, Membership
 from baton.transfer.io import IoThread
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.process import ProcessSpec, die_with_parent, register_process
 
 HEALTH = "health"
@@ -63,10 +64,11 @@ def at_this_node(config: ClusterConfig) -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a live process knows: its role, itself when it has been admitted, the last membership it was told, and
-    whether it was told to take nothing new."""
+    """What a live process knows: its role, its public key, itself when it has been admitted, the last membership it was
+    told, and whether it was told to take nothing new."""
 
     role: str
+    key: str
     member: Member | None = None
     view: Membership | None = None
     draining: bool = False
@@ -93,17 +95,18 @@ class ProcessActor:
         self._role = spec.role
         self._draining = False
         self._admission_timeout_s = spec.config.liveness.start_deadline_s
-        self._controller_address = spec.controller_address
+        self._controller = spec.controller
+        self._keys = KeyPair.generate()
         self._io: IoThread | None = None
         self._steps: list[str] = []
         self._changed = threading.Condition()
         self._watcher = 0
         self._failure: BaseException | None = None
-        process = self.make_process(spec)
+        process = self.make_process(spec, self._keys)
         threading.Thread(target=self._start, args=(process,), name="start", daemon=True).start()
 
-    def make_process(self, spec: ProcessSpec) -> ClusterProcess:
-        """Returns quickly; what takes long is its `load`."""
+    def make_process(self, spec: ProcessSpec, keys: KeyPair) -> ClusterProcess:
+        """Returns quickly; what takes long is its `load`. `keys` are the process's own."""
         raise NotImplementedError
 
     def _start(self, process: ClusterProcess) -> None:
@@ -111,7 +114,7 @@ class ProcessActor:
         try:
             self._say("starting")
             io = self._io = process.load(self._say)
-            io.set_controller(self._controller_address)  # which may have moved while this was loading
+            io.set_controller(self._controller)  # which may have moved while this was loading
             process.serve()
             _spare_the_collector()
             io.start()
@@ -150,12 +153,12 @@ class ProcessActor:
         """For a controller that was restarted."""
         io = self._io
         if io is None or not io.snapshot().listed:
-            return ProcessReport(self._role)
-        return ProcessReport(self._role, io.member, io.latest_membership, self._draining)
+            return ProcessReport(self._role, self._keys.public)
+        return ProcessReport(self._role, self._keys.public, io.member, io.latest_membership, self._draining)
 
     @in_group(HEALTH)
-    def rejoin(self, controller_address: str) -> None:
+    def rejoin(self, controller: ControllerDoor) -> None:
         """The controller is there now."""
-        self._controller_address = controller_address  # before the look: loading may end in between
+        self._controller = controller  # before the look: loading may end in between
         if self._io is not None:
-            self._io.set_controller(controller_address)
+            self._io.set_controller(controller)

@@ -117,6 +117,10 @@ class DataPlane:
         """The processes that this one receives from."""
         self._lanes.set_peers(peers, now)
 
+    def shut_out(self, peer: Stamp) -> None:
+        """A process that is no member any more gets nothing, also over a connection that it has."""
+        self._lanes.shut_out(peer)
+
     def lane_gbps(self, peer: WorkerId, lane: str) -> float:
         """What regions of hand-offs with `peer` reached on `lane` lately, in either direction, or what a probe found;
         0.0: not known. On a pull lane only the receiver sees bytes move."""

@@ -58,9 +58,10 @@ from baton.transfer.compiling import Compiling
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
 from baton.transfer.endpoint import Endpoint
 from baton.transfer.handoff_spans import handoff_spans
+from baton.transfer.keys import NOWHERE, ControllerDoor, KeyPair
 from baton.transfer.lanes import LaneFactory, build_lanes
 from baton.transfer.membership import Changes, Roster
-from baton.transfer.mesh import ClusterKeys, Mesh, MeshCounters
+from baton.transfer.mesh import Mesh, MeshCounters
 from baton.transfer.output_frames import gathered
 from baton.transfer.reports import Flow, HandoffTimes
 from baton.transfer.session.effects import DataEvent, EndpointEffect, EngineEvent, SendFrame
@@ -70,7 +71,7 @@ from baton.transfer.stalls import BEHIND_SILENCE_S
 POSTED_MESSAGES = 1 << 16
 POSTED_PER_TURN = 1024
 
-MeshFactory = Callable[[Stamp, str, ClusterKeys | None], Mesh]
+MeshFactory = Callable[[Stamp, str, KeyPair | None], Mesh]
 
 _log = EventLog("baton.io")
 
@@ -104,14 +105,15 @@ class IoSnapshot:
 
 def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
     """What came over this process's sockets and was not heard, by why: of nobody (`stranger`), no frame (`malformed`),
-    for a process that is gone (`foreign_epoch`), of no member (`unlisted`), of the controller and none of its words
-    (`controller`), of no use to a hand-off (`handoff`; repeated ones too), stray on a lane (`lane`), and what there was
-    no room for (`full`)."""
+    for a process that is gone (`foreign_epoch`), in another's name or of one that was a member (`name`), of no member
+    (`unlisted`), of the controller and none of its words (`controller`), of no use to a hand-off (`handoff`; repeated
+    ones too), stray on a lane (`lane`), and what there was no room for (`full`)."""
     mesh, dropped = snapshot.mesh, snapshot.dropped
     return {
         "stranger": mesh.denied,
         "malformed": mesh.malformed,
         "foreign_epoch": mesh.foreign_epoch,
+        "name": mesh.foreign_key,
         "unlisted": dropped.get("frame_of_unlisted_process", 0),
         "controller": dropped.get("odd_frame_of_controller", 0),
         "handoff": sum(snapshot.endpoint.values()),
@@ -149,10 +151,10 @@ class IoThread:
         role: str,
         config: ClusterConfig,
         memory: KvMemory | None,
-        keys: ClusterKeys | None,
+        keys: KeyPair | None,
         deliver: Callable[[object], object],
         *,
-        controller_address: str = "",
+        controller: ControllerDoor = NOWHERE,
         load: Callable[[], Load] = Load,
         clock: Clock | None = None,
         on_fatal: Callable[[], None] = end_process,
@@ -185,11 +187,11 @@ class IoThread:
             stamp=stamp,
             role=role,
             address=self._mesh.address,
+            key=keys.public if keys is not None else "",
             lanes=addresses,
             fingerprint=spoken(version("baton-pd")) | _kv_of(memory, config, model_identity),
         )
-        self._controller_address = controller_address
-        self._connected_to = ""
+        self._controller = controller
         self._commands: deque[object] = deque()
         self._messages: deque[SendTo] = deque()
         self._questions: deque[Callable[[], None]] = deque()
@@ -226,9 +228,9 @@ class IoThread:
             self._commands.append(effect)
         self._mesh.wake()
 
-    def set_controller(self, address: str) -> None:
+    def set_controller(self, door: ControllerDoor) -> None:
         """The controller is there now."""
-        self._controller_address = address
+        self._controller = door
         self._mesh.wake()
 
     def wait_admitted(self, timeout_s: float) -> None:
@@ -238,7 +240,7 @@ class IoThread:
             if self._rejected is not None:
                 raise self._rejected
             if not self._snapshot.listed:
-                raise NotAdmitted(f"the controller at {self._controller_address} did not answer")
+                raise NotAdmitted(f"the controller at {self._controller.address} did not answer")
 
     def snapshot(self) -> IoSnapshot:
         return self._snapshot
@@ -382,13 +384,15 @@ class IoThread:
             self._on_fatal()
 
     def _apply(self, changes: Changes, now: float) -> None:
-        """News of the others: connections first, so that whatever the news cause can be sent."""
+        """News of the others: who is let in first, then connections, so that whatever the news cause can be sent."""
+        if changes.left or changes.joined:
+            self._mesh.allow.set_members(self._roster.callers())
         for member in changes.left:
             self._mesh.disconnect(member.stamp.worker)
             _log.info("left", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
         for member in changes.joined:
             if self._roster.speaks_to(member):
-                self._mesh.connect(member.stamp.worker, member.address)
+                self._mesh.connect(member.stamp.worker, member.address, member.key)
             _log.info("joined", peer=member.stamp.worker, incarnation=member.stamp.incarnation)
         for worker in changes.fell_silent:
             _log.warning("silent", peer=worker)
@@ -396,11 +400,13 @@ class IoThread:
             _log.info("heard_again", peer=worker)
         if changes.view is not None:
             if self._hand_offs is not None and (changes.left or changes.joined):
-                self._tell_hand_offs(self._hand_offs, changes.view, now)
+                self._tell_hand_offs(self._hand_offs, changes, changes.view, now)
             self._publish(now)
             self._deliver(changes.view)
 
-    def _tell_hand_offs(self, hand_offs: _HandOffs, view: MembershipView, now: float) -> None:
+    def _tell_hand_offs(self, hand_offs: _HandOffs, changes: Changes, view: MembershipView, now: float) -> None:
+        for member in changes.left:
+            hand_offs.data.shut_out(member.stamp)
         group = group_in(view, self._stamp)
         others = self._roster.members.values()
         sources = [one for one in others if one.role == hand_offs.receives_from and one.group == group]
@@ -415,10 +421,10 @@ class IoThread:
             heartbeat = Heartbeat(load=load, asks=asks, view=self._roster.version)
             for worker, member in members.items():
                 self._mesh.send(worker, member.stamp.epoch, heartbeat)
-        if self._controller_address:
-            if self._connected_to != self._controller_address:
-                self._mesh.connect(CONTROLLER, self._controller_address)
-                self._connected_to = self._controller_address
+        door = self._controller
+        if door.address:
+            self._mesh.allow.set_controller(door.key)
+            self._mesh.connect(CONTROLLER, door.address, door.key, None if self._roster.listed else door.guest)
             heartbeat = Heartbeat(load=load, view=self._roster.version)
             hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
             self._mesh.send(CONTROLLER, Epoch(0), heartbeat if self._roster.listed else hello)

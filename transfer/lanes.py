@@ -10,6 +10,7 @@ from baton.common.engine.batch import KvMemory
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
+from baton.transfer.allow_list import PairSecrets
 from baton.transfer.mesh import Mesh
 from baton.transfer.staging import unit_rows
 from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
@@ -38,7 +39,7 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     staged: list[StagedTransport] = []
     pull: list[PullTransport] = []
     direct: list[DirectTransport] = []
-    secret = mesh.keys.data_secret if mesh.keys is not None else ""
+    secrets = PairSecrets(mesh.keys, mesh.allow)
     missing: list[str] = []
     for lane in config.transfer.lanes:
         match lane:
@@ -48,14 +49,16 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
                 staged.append(ZmqTransport(stamp, mesh, config.bind_host, config.transfer.region_bytes))
             case "tcp":
                 streams = config.transfer.tcp_streams
-                direct.append(TcpTransport(stamp, mesh, config.bind_host, secret, unit_rows(memory), streams))
+                direct.append(
+                    TcpTransport(stamp, mesh, config.bind_host, secrets.of("tcp"), unit_rows(memory), streams)
+                )
             case "ucx":
                 reason = why_unavailable()
                 if reason:
                     missing.append(f"ucx: {reason}")
                     _log.info("lane_missing", lane="ucx", reason=reason)
                 else:
-                    staged.append(UcxTransport(stamp, mesh, config.bind_host, secret))
+                    staged.append(UcxTransport(stamp, mesh, config.bind_host, secrets.of("ucx")))
             case _:
                 raise ConfigError("transfer.lanes", lane, "no such lane")
     if not staged and not pull and not direct:

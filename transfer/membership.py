@@ -185,6 +185,10 @@ class Roster:
         """There may be something to say to it: a way is wanted."""
         return member.role in SPEAKS_TO[self._role]
 
+    def callers(self) -> list[Member]:
+        """Who may have something to say to this process: nobody else needs to be let in."""
+        return [member for member in self._members.values() if self._role in SPEAKS_TO.get(member.role, ())]
+
     def lists(self, stamp: Stamp) -> bool:
         """The very process `stamp` is a member."""
         member = self._members.get(stamp.worker)

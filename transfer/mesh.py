@@ -1,20 +1,22 @@
 """The control plane's sockets: authenticated, typed frames between the processes of one cluster.
 
-Owns: one bound ROUTER that only receives, one DEALER per peer that only sends, the allow-list that decides who gets in,
-and the counters of what was dropped and why. Never: a thread of its own, an opinion on what a frame means, a retry
-(what must arrive is re-sent by the session that wants it), or a wait while sending.
+Owns: one bound ROUTER that only receives, one DEALER per peer that only sends, the door that the allow-list keeps, and
+the counters of what was dropped and why. Never: a thread of its own, an opinion on what a frame means, a retry (what
+must arrive is re-sent by the session that wants it), or a wait while sending.
 
 Invariants: everything is used from one owner thread, `wake` excepted; nothing that arrives can end the loop; a peer
-without the cluster's key gets no frame in and none out; every queue is bounded and what does not fit is counted.
+whose key is not on the list gets no frame in and none out, and nobody speaks in another's name; every queue is bounded
+and what does not fit is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
-from dataclasses import dataclass, field, replace
+import time
+from collections import deque
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 import zmq
@@ -23,6 +25,8 @@ import zmq.utils.z85
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import MAX_FRAME_BYTES, Body, Frame, MalformedFrame, decode_frame, encode_frame
+from baton.transfer.allow_list import AllowList
+from baton.transfer.keys import KeyPair
 
 HIGH_WATER_FRAMES = 4096
 FRAMES_PER_POLL = 512
@@ -31,24 +35,16 @@ FRAMES_PER_POLL = 512
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_MS = 5_000
+_NOT_NOW = b""
+"""No status of ZAP: libzmq closes the connection at once, and a peer of ours comes again, later each time. With 400 it
+would never come again, with 300 only when the handshake has timed out."""
+EARLY_S = 1.0
+"""News of a new member do not reach all at the same time: who is on no list yet waits so long for its answer."""
+MAX_EARLY = 64
+"""Further ones push out the first."""
 
-
-@dataclass(frozen=True, slots=True)
-class ClusterKeys:
-    """What makes a process part of a cluster: CURVE key pairs (Z85 text) that every member holds, and the secret with
-    which lanes that cannot encrypt prove who they are. Whoever has them is trusted as a member."""
-
-    server_public: str
-    server_secret: str = field(repr=False)
-    client_public: str
-    client_secret: str = field(repr=False)
-    data_secret: str = field(repr=False)
-
-    @staticmethod
-    def generate() -> ClusterKeys:
-        server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
-        client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
-        return ClusterKeys(server_public, server_secret, client_public, client_secret, secrets.token_hex(32))
+_Way = tuple[str, str, KeyPair | None]
+"""Address, key, as whom."""
 
 
 @dataclass(slots=True)
@@ -63,27 +59,41 @@ class MeshCounters:
     bad_address: int = 0  # of a peer: nothing can be sent to it
     malformed: int = 0
     foreign_epoch: int = 0  # meant for a process that sat at this address before
+    foreign_key: int = 0  # over the connection of a key that is off the list by now, or in another's name
     admitted: int = 0  # connections let in
-    denied: int = 0  # connections with a wrong key
+    denied: int = 0  # connections with a key that was not on the list then
 
 
-def secure_server(socket: zmq.Socket[bytes], keys: ClusterKeys | None) -> None:
-    """Makes a socket, before it is bound, admit only holders of the cluster's client key."""
+def secure_server(socket: zmq.Socket[bytes], keys: KeyPair | None) -> None:
+    """Makes a socket, before it is bound, admit only whom the allow-list of its context knows."""
     if keys is None:
         return
     socket.curve_server = True
-    socket.curve_secretkey = keys.server_secret.encode()
-    socket.curve_publickey = keys.server_public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_publickey = keys.public.encode()
     socket.zap_domain = _ZAP_DOMAIN
 
 
-def secure_client(socket: zmq.Socket[bytes], keys: ClusterKeys | None) -> None:
-    """Makes a socket, before it connects, prove that it belongs to the cluster."""
+def secure_client(socket: zmq.Socket[bytes], keys: KeyPair | None, server: str) -> bool:
+    """Makes a socket, before it connects, prove who it is, to the holder of the key `server` and to nobody else. False:
+    that is no key."""
     if keys is None:
-        return
-    socket.curve_serverkey = keys.server_public.encode()
-    socket.curve_secretkey = keys.client_secret.encode()
-    socket.curve_publickey = keys.client_public.encode()
+        return True
+    try:
+        socket.curve_serverkey = server.encode()
+    except zmq.ZMQError:
+        return False
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_publickey = keys.public.encode()
+    return True
+
+
+def key_of(frame: zmq.Frame) -> str:
+    """With which key the connection was opened that this came over; "" without CURVE."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
 
 
 def set_socket_options(socket: zmq.Socket[bytes], high_water: int, max_message_bytes: int) -> None:
@@ -137,19 +147,31 @@ def _is_ip(host: str) -> bool:
     return True
 
 
-class Mesh:
-    """One process's place in the control plane. Raises ConfigError when it cannot listen on `bind_host`."""
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """May a connection with this key be let in?"""
 
-    def __init__(self, stamp: Stamp, bind_host: str, keys: ClusterKeys | None, port: int = 0) -> None:
+    envelope: list[bytes]  # of the answer
+    key: str
+    until_s: float
+
+
+class Mesh:
+    """One process's place in the control plane. `keys` are its own; None: nothing is encrypted, and everybody gets in
+    (tests, benchmarks). Raises ConfigError when it cannot listen on `bind_host`."""
+
+    def __init__(self, stamp: Stamp, bind_host: str, keys: KeyPair | None, port: int = 0) -> None:
         self.stamp = stamp
         self.keys = keys
+        self.allow = AllowList(keys.public if keys is not None else "")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # own: there is one allow-list per context
         self._counters = MeshCounters()
-        self._peers: dict[WorkerId, tuple[str, zmq.Socket[bytes]]] = {}
+        self._peers: dict[WorkerId, tuple[_Way, zmq.Socket[bytes]]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False  # `poll` has still to return for it
         self._wake_lock = threading.Lock()  # between `wake` and `close`: a closed descriptor's number is soon another's
-        self._zap = self.context.socket(zmq.REP)
+        self._early: deque[_Question] = deque()
+        self._zap = self.context.socket(zmq.ROUTER)  # answers in any order
         self._zap.linger = 0
         self._zap.bind(_ZAP_ENDPOINT)  # before any other bind: a connection must not slip in unasked
         self._router = self.context.socket(zmq.ROUTER)
@@ -169,19 +191,20 @@ class Mesh:
         """A copy."""
         return replace(self._counters)
 
-    def connect(self, worker: WorkerId, address: str) -> None:
-        """Opens the way to `worker`, or moves it to a new address. Connecting happens in the background. An address
-        that makes no sense is counted, and its worker stays unreachable: one bad peer ends nobody else."""
+    def connect(self, worker: WorkerId, address: str, key: str = "", guest: KeyPair | None = None) -> None:
+        """Opens the way to `worker`, whose public key is `key`, or moves it elsewhere. Connecting happens in the
+        background. What makes no sense is counted, and its worker stays unreachable: one bad peer ends nobody else.
+        `guest`: as whom, instead of by this process's own keys."""
+        way = (address, key, guest)
         known = self._peers.get(worker)
         if known is not None:
-            if known[0] == address:
+            if known[0] == way:
                 return
             self.disconnect(worker)
         socket = self.context.socket(zmq.DEALER)
         set_socket_options(socket, HIGH_WATER_FRAMES, MAX_FRAME_BYTES)
-        secure_client(socket, self.keys)
-        if connect_to(socket, address):
-            self._peers[worker] = (address, socket)
+        if secure_client(socket, guest or self.keys, key) and connect_to(socket, address):
+            self._peers[worker] = (way, socket)
         else:
             socket.close(linger=0)
             self._counters.bad_address += 1
@@ -214,13 +237,17 @@ class Mesh:
     def poll(self, timeout_s: float) -> list[Frame]:
         """Waits until frames, a wake-up or a registered source are there, or the time is over. Returns at most
         FRAMES_PER_POLL well-formed frames that were meant for this process."""
+        if self._early:
+            timeout_s = min(timeout_s, max(0.0, self._early[0].until_s - time.monotonic()))
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000 + 0.499))))
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
             self._woken = False  # after the reading: whoever still found it set is served by the turn that begins now
         if self._zap in ready:
-            self._answer_zap()
+            self._hear_zap()
+        if self._early:
+            self._answer_early()
         return self._receive() if self._router in ready else []
 
     def wake(self) -> None:
@@ -254,16 +281,19 @@ class Mesh:
             if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to be told by an exception
                 break
             try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
+                parts = self._receive_parts()
             except zmq.Again:
                 break
-            if len(parts) != 2:  # identity, frame
+            if len(parts) != 1:
                 self._counters.malformed += 1
                 continue
             try:
-                frame = decode_frame(parts[1])
+                frame = decode_frame(parts[0].buffer)
             except MalformedFrame:
                 self._counters.malformed += 1
+                continue
+            if self.keys is not None and not self.allow.believes(key_of(parts[0]), frame):
+                self._counters.foreign_key += 1
                 continue
             if frame.dst_epoch not in (0, self.stamp.epoch):
                 self._counters.foreign_epoch += 1
@@ -272,22 +302,39 @@ class Mesh:
         self._counters.received += len(frames)
         return frames
 
-    def _answer_zap(self) -> None:
-        """Says who may connect (RFC 27). Questions come from our own libzmq, never from the network."""
+    def _receive_parts(self) -> list[zmq.Frame]:
+        """Of one message, behind the number of its connection. Raises zmq.Again. (`recv_multipart` takes twice as long:
+        it wraps the number, too.)"""
+        more = bool(self._router.recv(zmq.NOBLOCK)) and self._router.rcvmore
+        parts = []
+        while more:
+            parts.append(self._router.recv(zmq.NOBLOCK, copy=False))
+            more = parts[-1].more
+        return parts
+
+    def _hear_zap(self) -> None:
+        """Who may connect (RFC 27), and as whom: its key, which each message of the connection then has with it.
+        Questions come from our own libzmq, never from the network."""
         while True:
             try:
-                version, request_id, domain, _peer, _identity, mechanism, *credentials = self._zap.recv_multipart(
-                    zmq.NOBLOCK
+                *envelope, version, request_id, domain, _peer, _identity, mechanism, credential = (
+                    self._zap.recv_multipart(zmq.NOBLOCK)
                 )
             except zmq.Again:
                 return
-            admit = (
-                self.keys is not None
-                and domain == _ZAP_DOMAIN
-                and mechanism == b"CURVE"
-                and zmq.utils.z85.encode(credentials[0]) == self.keys.client_public.encode()
-            )
-            self._counters.admitted += admit
-            self._counters.denied += not admit
-            status, text = (b"200", b"OK") if admit else (b"400", b"not a member of this cluster")
-            self._zap.send_multipart([version, request_id, status, text, b"member", b""])
+            key = zmq.utils.z85.encode(credential).decode() if (domain, mechanism) == (_ZAP_DOMAIN, b"CURVE") else ""
+            self._early.append(_Question([*envelope, version, request_id], key, time.monotonic() + EARLY_S))
+
+    def _answer_early(self) -> None:
+        """All that can be answered by now."""
+        now, waiting = time.monotonic(), deque[_Question]()
+        for question in self._early:
+            if self.keys is not None and self.allow.knows(question.key):
+                self._counters.admitted += 1
+                self._zap.send_multipart([*question.envelope, b"200", b"", question.key.encode(), b""])
+            else:
+                waiting.append(question)
+        while waiting and (waiting[0].until_s <= now or len(waiting) > MAX_EARLY):
+            self._counters.denied += 1
+            self._zap.send_multipart([*waiting.popleft().envelope, _NOT_NOW, b"", b"", b""])
+        self._early = waiting

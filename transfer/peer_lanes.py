@@ -70,6 +70,11 @@ class PeerLanes:
         for stamp in [stamp for stamp in self._in_use if not self._links.knows(stamp)]:
             del self._in_use[stamp]
 
+    def shut_out(self, peer: Stamp) -> None:
+        """It is no member any more: what it still asks for over an open connection is not answered either."""
+        for transport in self.transports.values():
+            transport.close_link(peer)
+
     def take_to_measure(self) -> list[tuple[Stamp, str]]:
         """Lanes that came up or failed since the last call, where their speed matters."""
         pairs, self._to_measure = self._to_measure, []

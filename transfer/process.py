@@ -23,7 +23,7 @@ from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.log import ProcessName
-from baton.transfer.mesh import ClusterKeys
+from baton.transfer.keys import ControllerDoor
 
 _PR_SET_PDEATHSIG = 1
 _STAT_STATE, _STAT_START_TIME = 0, 19  # fields 3 and 22 of /proc/pid/stat, counted after the name's parenthesis
@@ -31,13 +31,12 @@ _STAT_STATE, _STAT_START_TIME = 0, 19  # fields 3 and 22 of /proc/pid/stat, coun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One incarnation of one seat. `controller_address` is where it says Hello; it may change later (`rejoin`)."""
+    """One incarnation of one seat. `controller` is where it says Hello; that may change later (`rejoin`)."""
 
     worker: WorkerId
     role: str
     incarnation: int
-    controller_address: str
-    keys: ClusterKeys | None
+    controller: ControllerDoor
     config: ClusterConfig
     cores: tuple[int, ...]  # what the process pins itself to; empty: not pinned
     run_dir: str

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from baton.common.kv.layout import Component
 from baton.transfer.digest import digest_of
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import (
     FenceSource,
     Landed,
@@ -26,6 +25,7 @@ from baton.transfer.testing_ends import (
     FULL_ONLY,
     HYBRID,
     End,
+    EndKeys,
     EndSpec,
     HandOff,
     KvSpec,
@@ -61,7 +61,7 @@ class TransportContract:
 
     def make_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, End]:
         hub = InprocHub()
-        keys = ClusterKeys.generate()
+        keys = EndKeys.generate()
         config = small_config(self.lane)
         sink = End(EndSpec("sink", 7, self.lane, keys, config, kv), hub)
         source = End(EndSpec("source", 8, self.lane, keys, config, kv, fill=1), hub)
@@ -69,7 +69,7 @@ class TransportContract:
         return sink, source
 
     def make_remote_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, RemoteEnd]:
-        keys = ClusterKeys.generate()
+        keys = EndKeys.generate()
         config = small_config(self.lane)
         source = RemoteEnd(EndSpec("source", 8, self.lane, keys, config, kv, fill=1))
         sink = End(EndSpec("sink", 7, self.lane, keys, config, kv))

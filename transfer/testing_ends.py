@@ -23,8 +23,10 @@ from baton.common.ids import Epoch, HandoffId, HandoffKey, Stamp, WorkerId
 from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Chunk, Member, pack_tokens
+from baton.transfer.allow_list import PairSecrets
 from baton.transfer.data_plane import DataPlane
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import KeyPair
+from baton.transfer.mesh import Mesh
 from baton.transfer.plan import Span
 from baton.transfer.pool_copier import PoolCopier
 from baton.transfer.process import die_with_parent
@@ -79,6 +81,29 @@ HYBRID = KvSpec(KvLayout(4, window=9, state=True), ((64, 4096), (32, 1536), (8, 
 """Pages of unlike sizes, and a state larger than a slot of `small_config`."""
 
 
+EPOCHS = {"sink": 7, "source": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class EndKeys:
+    """A key pair for each end. Who is at the other one is known beforehand."""
+
+    pairs: Mapping[str, KeyPair]
+
+    @staticmethod
+    def generate() -> EndKeys:
+        return EndKeys({worker: KeyPair.generate() for worker in EPOCHS})
+
+    def of(self, worker: str) -> KeyPair:
+        return self.pairs[worker]
+
+    def members(self) -> list[Member]:
+        return [
+            Member(stamp=Stamp(WorkerId(worker), 0, Epoch(EPOCHS[worker])), role="x", address="", key=keys.public)
+            for worker, keys in self.pairs.items()
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class EndSpec:
     """Everything a child process needs to build its end."""
@@ -86,7 +111,7 @@ class EndSpec:
     worker: str
     epoch: int
     lane: str
-    keys: ClusterKeys | None
+    keys: EndKeys | None
     config: TransferConfig
     kv: KvSpec = FULL_ONLY
     fill: int = 0  # seed of the pools' content; 0: zeros
@@ -120,24 +145,27 @@ class End:
     ) -> None:
         self.spec = spec
         self.stamp = Stamp(WorkerId(spec.worker), 0, Epoch(spec.epoch))
-        self.mesh = Mesh(self.stamp, "127.0.0.1", spec.keys)
+        self.keys = spec.keys.of(spec.worker) if spec.keys else None
+        self.mesh = Mesh(self.stamp, "127.0.0.1", self.keys)
+        if spec.keys is not None:
+            self.let_in(*spec.keys.members())
         memory = spec.kv.build(spec.fill)
         self.pools = unit_rows(memory)
         self.pool = self.pools[Component.FULL]
         staged: list[StagedTransport] = []
         pull: list[PullTransport] = []
         direct: list[DirectTransport] = []
-        secret = spec.keys.data_secret if spec.keys else ""
+        secrets = PairSecrets(self.keys, self.mesh.allow)
         match spec.lane:
             case "local":
                 pull = [LocalTransport(memory)]
             case "tcp":
                 streams = spec.config.tcp_streams
-                direct = [TcpTransport(self.stamp, self.mesh, "127.0.0.1", secret, self.pools, streams)]
+                direct = [TcpTransport(self.stamp, self.mesh, "127.0.0.1", secrets.of("tcp"), self.pools, streams)]
             case "zmq":
                 staged = [ZmqTransport(self.stamp, self.mesh, "127.0.0.1", spec.config.region_bytes)]
             case "ucx":
-                staged = [UcxTransport(self.stamp, self.mesh, "127.0.0.1", secret)]
+                staged = [UcxTransport(self.stamp, self.mesh, "127.0.0.1", secrets.of("ucx"))]
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
@@ -146,10 +174,15 @@ class End:
 
     @property
     def member(self) -> Member:
-        return Member(stamp=self.stamp, role="x", address=self.mesh.address, lanes=self.data.addresses())
+        key = self.keys.public if self.keys else ""
+        return Member(stamp=self.stamp, role="x", address=self.mesh.address, key=key, lanes=self.data.addresses())
 
     def execute(self, effect: DataEffect) -> None:
         self.events += self.data.execute(effect, time.monotonic())
+
+    def let_in(self, *members: Member) -> None:
+        """These may ask here, and nobody else."""
+        self.mesh.allow.set_members(members)
 
     def set_peers(self, peers: Iterable[Member]) -> None:
         self.data.set_peers(list(peers), time.monotonic())

@@ -48,6 +48,7 @@ from baton.common.tracing import FLUSH_S, SpanSink, open_sink
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.copying import load_copies
 from baton.transfer.io import IoThread, refusals_of
+from baton.transfer.keys import KeyPair
 from baton.transfer.kv_publisher import KvPublisher, publisher_of
 from baton.transfer.process import ProcessSpec, pin_process
 from baton.transfer.reports import HandoffTimes, LaneReport, WorkerMetrics, WorkerStatus
@@ -155,6 +156,7 @@ class WorkerProcess:
     def __init__(
         self,
         spec: ProcessSpec,
+        keys: KeyPair,
         make_core: CoreFactory,
         max_rows: int,
         step_tokens: int,
@@ -163,6 +165,7 @@ class WorkerProcess:
         has_tiers: bool,
     ) -> None:
         self._spec = spec
+        self._keys = keys
         self._stamp = spec.new_stamp()
         self._make_core = make_core
         self._max_rows = max_rows
@@ -208,9 +211,9 @@ class WorkerProcess:
             spec.role,
             config,
             memory,
-            spec.keys,
+            self._keys,
             lambda event: engine.deliver(event),
-            controller_address=spec.controller_address,
+            controller=spec.controller,
             load=lambda: engine.load(),
             clock=self._clock,
             guides=runner.guides,
@@ -409,10 +412,10 @@ def _lane_statuses(io: IoThread) -> tuple[LaneReport, ...]:
 class WorkerActor(ProcessActor):
     """The Ray shell of a worker: what operators ask. A role says which core it runs."""
 
-    def make_process(self, spec: ProcessSpec) -> WorkerProcess:
+    def make_process(self, spec: ProcessSpec, keys: KeyPair) -> WorkerProcess:
         rows, step_tokens = self.max_rows(spec.config), self.step_tokens(spec.config)
         target_s, tiers = self.chunk_target_s(spec.config), self.has_tiers(spec.config)
-        self._process = WorkerProcess(spec, self.make_core, rows, step_tokens, target_s, self.make_runner, tiers)
+        self._process = WorkerProcess(spec, keys, self.make_core, rows, step_tokens, target_s, self.make_runner, tiers)
         return self._process
 
     def make_core(

@@ -38,7 +38,7 @@ from baton.transfer.api import (
     SourceStopping,
 )
 from baton.transfer.io import IoThread
-from baton.transfer.mesh import ClusterKeys
+from baton.transfer.keys import ControllerDoor, KeyPair
 from benchmarks.transfer import pages
 from benchmarks.transfer.control import Control, Message, Meter
 
@@ -83,9 +83,11 @@ class BatonEnd:
             "prefill" if self.side == "source" else "decode",
             config,
             KvMemory.full(buffer, page_size=1),
-            ClusterKeys(**spec["keys"]) if spec["keys"] else None,
+            KeyPair.generate() if spec["hub_key"] else None,
             self._deliver,
-            controller_address=spec["hub"],
+            controller=ControllerDoor(
+                spec["hub"], spec["hub_key"], KeyPair(**spec["guest"]) if spec["guest"] else None
+            ),
         )
         self._io.start()
         self._io.wait_admitted(WAIT_S)

@@ -22,7 +22,8 @@ from typing import Any
 
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.messages import Hello, Member, Membership
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import KeyPair
+from baton.transfer.mesh import Mesh
 from benchmarks.transfer.control import Message
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,7 +186,7 @@ def baton_ends(
     profile: str = "",
 ) -> tuple[list[Child], list[Child]]:
     """I/O threads in processes of their own, each target a receiver from all sources, members of one cluster."""
-    keys = ClusterKeys.generate() if encrypted else None
+    keys = KeyPair.generate() if encrypted else None
     mesh = Mesh(Stamp(CONTROLLER, 1, Epoch(1)), "127.0.0.1", keys)
     names = {
         "source": [f"prefill-{number}" for number in range(sources)],
@@ -200,14 +201,14 @@ def baton_ends(
         "dead_after_s": dead_after_s,
         "environment": dict(environment or {}),
         "members": sources + targets,
-        "keys": None if keys is None else {name: getattr(keys, name) for name in keys.__slots__},
+        "hub_key": "" if keys is None else keys.public,
     }
     ends: dict[str, list[Child]] = {
         side: [
             Child(
                 "baton_end",
                 shared
-                | {"side": side, "worker": worker, "peers": names[other[side]]}
+                | {"side": side, "worker": worker, "peers": names[other[side]], "guest": _invite(mesh, worker)}
                 | {"profile": f"{profile}/{side}" if profile else ""},
             )
             for worker in names[side]
@@ -231,6 +232,15 @@ def baton_ends(
     return ends["source"], ends["target"]
 
 
+def _invite(mesh: Mesh, worker: str) -> dict[str, str] | None:
+    """The key pair with which a child may say Hello."""
+    if mesh.keys is None:
+        return None
+    guest = KeyPair.generate()
+    mesh.allow.invite(guest.public, WorkerId(worker), 1)
+    return {"public": guest.public, "secret": guest.secret}
+
+
 def _admit(mesh: Mesh, children: list[Child]) -> None:
     """Answers Hello until all have heard of all; they stay members for good then. Raises EndFailed."""
     members: dict[WorkerId, Member] = {}
@@ -240,7 +250,7 @@ def _admit(mesh: Mesh, children: list[Child]) -> None:
             if isinstance(frame.body, Hello):
                 members[frame.src.worker] = frame.body.member
         for worker, member in members.items():
-            mesh.connect(worker, member.address)
+            mesh.connect(worker, member.address, member.key)
             mesh.send(worker, Epoch(0), Membership(version=len(members), members=tuple(members.values())))
         if time.monotonic() > deadline_s:
             raise EndFailed(f"{len(members)} of {len(children)} ends said Hello")

@@ -31,7 +31,6 @@ from baton.deploy.doctor.report import print_finding, print_found, report_of
 from baton.deploy.doctor.running import examine_gateway
 from baton.deploy.doctor.shapes import Found, Host, ProbeSpec, Running
 from baton.deploy.show import print_json
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.process import new_run_dir
 
 MOST_ON_A_HOST = 2
@@ -179,8 +178,8 @@ def _probes_of(host: str, count: int) -> tuple[WorkerId, ...]:
 
 
 def _specs(config: ClusterConfig, probes: Sequence[WorkerId], bounds: Bounds) -> list[ProbeSpec]:
-    """With keys of this examination's own: it can say nothing to a cluster, and no cluster to it."""
-    keys, run_dir = ClusterKeys.generate(), new_run_dir("doctor")
+    """Each makes keys of its own: it can say nothing to a cluster, and no cluster to it."""
+    run_dir = new_run_dir("doctor")
     rounds = 2 * (len(probes) if bounds.all_pairs else min(len(probes), 2 * FEW))
     lifetime_s = bounds.start_s + rounds * (bounds.pair_s + SLACK_S) + REST_S
-    return [ProbeSpec(probe, config, keys, run_dir, lifetime_s) for probe in probes]
+    return [ProbeSpec(probe, config, run_dir, lifetime_s) for probe in probes]

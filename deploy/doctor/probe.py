@@ -62,7 +62,7 @@ class ProbeProcess:
     def __init__(self, spec: ProbeSpec) -> None:
         self._spec = spec
         stamp = Stamp(spec.worker, 0, Epoch(secrets.randbits(62) + 1))
-        self._prober = Prober(stamp, spec.config, spec.keys)
+        self._prober = Prober(stamp, spec.config)
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = threading.Event()
         self._ends_at_s = time.monotonic() + spec.lifetime_s

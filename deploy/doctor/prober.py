@@ -5,7 +5,7 @@ turns it), or a page that is anybody's.
 
 The lanes are those of `transfer/`, and which of them hand-offs would take is decided by the same code (`PeerLanes`).
 Bytes are timed from asking until they lie in the receiver's pages. A peer's part in it, `serve`, is to hold ready what
-is asked for, within bounds; whoever has not the examination's keys asks in vain.
+is asked for, within bounds; whom it was not told to meet asks in vain.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from baton.common.kv.buffers import NumpyKvBuffer
 from baton.common.kv.layout import Component
 from baton.common.messages import Member, Probe, ProbeReady
 from baton.deploy.doctor.shapes import LaneReport, PairReport
+from baton.transfer.keys import KeyPair
 from baton.transfer.lanes import build_lanes
 from baton.transfer.link import Chosen, LaneStatus, LaneView
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.mesh import Mesh
 from baton.transfer.peer_lanes import PeerLanes
 from baton.transfer.transports.base import Bytes, Ended, OperationEnd, Received, Rows
 
@@ -71,11 +72,12 @@ class _Open:
 class Prober:
     """See the module. `config` is the cluster's; `bind_host` is an address. Raises ConfigError."""
 
-    def __init__(self, stamp: Stamp, config: ClusterConfig, keys: ClusterKeys) -> None:
+    def __init__(self, stamp: Stamp, config: ClusterConfig) -> None:
         self.stamp = stamp
+        self._keys = KeyPair.generate()
         transfer = replace(config.transfer, region_bytes=REGION_BYTES, lane_choice="measured")
         config = replace(config, transfer=transfer)
-        self._mesh = Mesh(stamp, config.bind_host, keys)
+        self._mesh = Mesh(stamp, config.bind_host, self._keys)
         buffer = NumpyKvBuffer(1 + POOL_PAGES, PAGE_BYTES, 16, shared=True)
         memory = KvMemory.full(buffer, 16)
         self._pool = buffer.as_bytes()
@@ -98,7 +100,13 @@ class Prober:
 
     @property
     def member(self) -> Member:
-        return Member(stamp=self.stamp, role="probe", address=self._mesh.address, lanes=self._lanes.addresses())
+        return Member(
+            stamp=self.stamp,
+            role="probe",
+            address=self._mesh.address,
+            key=self._keys.public,
+            lanes=self._lanes.addresses(),
+        )
 
     @property
     def has_ucx(self) -> bool:
@@ -111,8 +119,9 @@ class Prober:
     def meet(self, sources: Sequence[Member], everybody: Sequence[Member]) -> None:
         """Opens the lanes from `sources`, and the way for control frames to all."""
         self._peers = {member.stamp.worker: member for member in everybody if member.stamp != self.stamp}
+        self._mesh.allow.set_members(self._peers.values())
         for worker, member in self._peers.items():
-            self._mesh.connect(worker, member.address)
+            self._mesh.connect(worker, member.address, member.key)
         self._lanes.set_peers(sources, time.monotonic())
 
     def measure(self, source: WorkerId, within_s: float) -> Future[PairReport]:

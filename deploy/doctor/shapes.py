@@ -11,7 +11,6 @@ from msgspec import Struct
 from baton.common.config import ClusterConfig
 from baton.common.ids import WorkerId
 from baton.common.messages import Member
-from baton.transfer.mesh import ClusterKeys
 
 
 class ProbeSpec(Struct, frozen=True):
@@ -19,7 +18,6 @@ class ProbeSpec(Struct, frozen=True):
 
     worker: WorkerId
     config: ClusterConfig
-    keys: ClusterKeys
     run_dir: str
     lifetime_s: float  # whatever happens to whoever asks, it is gone by then
 

@@ -41,6 +41,7 @@ from baton.deploy.planner.cost import (
 from baton.deploy.planner.fit import fit_error
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
 from baton.deploy.planner.service_meter import MeasuredService, measure_service
+from baton.transfer.keys import NOWHERE
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import make_runner
 
@@ -213,8 +214,7 @@ def _as_a_worker(config: ClusterConfig, cores: tuple[int, ...]) -> ProcessSpec:
         worker=WorkerId("decode-0"),
         role="decode",
         incarnation=1,
-        controller_address="",
-        keys=None,
+        controller=NOWHERE,
         config=config,
         cores=cores,
         run_dir="",

@@ -35,7 +35,8 @@ from baton.transfer.api import (
     SinkFailed,
 )
 from baton.transfer.io import IoThread
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import ControllerDoor, KeyPair
+from baton.transfer.mesh import Mesh
 from baton.transfer.process import die_with_parent
 
 SOURCE, SINK = WorkerId("prefill-0"), WorkerId("decode-0")
@@ -58,8 +59,7 @@ class _End:
     """What a process needs to know to be one of the two."""
 
     config: ClusterConfig
-    keys: ClusterKeys
-    hub: str
+    hub: ControllerDoor
     num_pages: int
     page_bytes: int
     cores: tuple[int, ...]  # of the source
@@ -74,11 +74,16 @@ def measure_handoffs(
     config: ClusterConfig, page_bytes: int, counts: tuple[int, ...], rounds: int, source_cores: tuple[int, ...]
 ) -> list[MeasuredHandoff]:
     """`rounds` hand-offs of each of `counts` pages, in turns. Raises LaneFailed."""
-    keys = ClusterKeys.generate()
+    keys = KeyPair.generate()
     hub = Mesh(Stamp(CONTROLLER, 1, Epoch(1)), config.bind_host, keys)
-    end = _End(config, keys, hub.address, max(counts), page_bytes, source_cores)
+    ends = []
+    for worker in (SOURCE, SINK):
+        guest = KeyPair.generate()
+        hub.allow.invite(guest.public, worker, 1)
+        door = ControllerDoor(hub.address, keys.public, guest)
+        ends.append(_End(config, door, max(counts), page_bytes, source_cores))
     try:
-        with _source_process(end), _Sink(end) as sink:
+        with _source_process(ends[0]), _Sink(ends[1]) as sink:
             _admit(hub, sink)
             sink.wait_until_it_works()
             return [sink.measure(count) for _ in range(rounds) for count in counts]
@@ -95,7 +100,7 @@ def _admit(hub: Mesh, sink: _Sink) -> None:
             if isinstance(frame.body, Hello):
                 members[frame.src.worker] = frame.body.member
         for worker, member in members.items():
-            hub.connect(worker, member.address)
+            hub.connect(worker, member.address, member.key)
             hub.send(worker, Epoch(0), Membership(version=len(members), members=tuple(members.values())))
         if time.monotonic() > deadline_s:
             raise LaneFailed(f"{len(members)} of 2 processes were heard of in {WAIT_S:.0f} s")
@@ -110,7 +115,7 @@ class _Sink:
         self._handoffs = 0
         stamp = Stamp(SINK, 1, Epoch(os.getpid()))
         self._io = IoThread(
-            stamp, "decode", end.config, end.memory(), end.keys, self._deliver, controller_address=end.hub
+            stamp, "decode", end.config, end.memory(), KeyPair.generate(), self._deliver, controller=end.hub
         )
         self._order = np.random.default_rng(2).permutation(np.arange(1, 1 + end.num_pages, dtype=np.int32))
         self.sees_both = False
@@ -197,7 +202,7 @@ def _serve_source(connection: Connection, end: _End) -> None:
             io.post(FinishSource(event.key, PrefillResult(-1, None, 0.0, 0)))
 
     stamp = Stamp(SOURCE, 1, Epoch(os.getpid()))
-    io = IoThread(stamp, "prefill", end.config, end.memory(), end.keys, deliver, controller_address=end.hub)
+    io = IoThread(stamp, "prefill", end.config, end.memory(), KeyPair.generate(), deliver, controller=end.hub)
     io.start()
     connection.poll(None)
     io.stop(WAIT_S)

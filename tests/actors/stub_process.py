@@ -8,6 +8,7 @@ from baton.common.config import LivenessConfig
 from baton.common.ids import CONTROLLER, Epoch
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Load, Member, Membership
 from baton.transfer.actor import HEALTH, WATCH, ProcessReport, at_this_node, in_group
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.mesh import Mesh
 from baton.transfer.process import ProcessSpec, die_with_parent, register_process
 
@@ -22,15 +23,19 @@ class StubActor:
         self._spec = spec
         self._stamp = spec.new_stamp()
         self._liveness: LivenessConfig = spec.config.liveness
-        self._mesh = Mesh(self._stamp, at_this_node(spec.config).bind_host, spec.keys)
-        self._mesh.connect(CONTROLLER, spec.controller_address)
+        self._keys = KeyPair.generate()
+        self._mesh = Mesh(self._stamp, at_this_node(spec.config).bind_host, self._keys)
         layout = "b" if spec.role == "decode" and spec.config.cluster.endswith("differs") else "a"
         self._member = Member(
-            stamp=self._stamp, role=spec.role, address=self._mesh.address, fingerprint={"layout": layout}
+            stamp=self._stamp,
+            role=spec.role,
+            address=self._mesh.address,
+            key=self._keys.public,
+            fingerprint={"layout": layout},
         )
         self._view: Membership | None = None
         self._stuck_s = 0.0
-        self._new_address: str | None = None
+        self._controller = spec.controller
         self._watch = threading.Condition()
         self._watcher = 0
         self._admitted = threading.Event()
@@ -53,11 +58,12 @@ class StubActor:
 
     @in_group(HEALTH)
     def report(self) -> ProcessReport:
-        return ProcessReport(self._spec.role, self._member if self._admitted.is_set() else None, self._view)
+        member = self._member if self._admitted.is_set() else None
+        return ProcessReport(self._spec.role, self._keys.public, member, self._view)
 
     @in_group(HEALTH)
-    def rejoin(self, controller_address: str) -> None:
-        self._new_address = controller_address
+    def rejoin(self, controller: ControllerDoor) -> None:
+        self._controller = controller
         self._mesh.wake()
 
     @in_group(WATCH)
@@ -74,9 +80,9 @@ class StubActor:
 
     def _run(self) -> None:
         while True:
-            if self._new_address is not None:
-                self._mesh.connect(CONTROLLER, self._new_address)
-                self._new_address = None
+            door = self._controller
+            self._mesh.allow.set_controller(door.key)
+            self._mesh.connect(CONTROLLER, door.address, door.key, door.guest if self._view is None else None)
             if self._view is None:
                 self._mesh.send(CONTROLLER, Epoch(0), Hello(protocol_version=PROTOCOL_VERSION, member=self._member))
             else:

@@ -11,6 +11,7 @@ from baton.common.kv.layout import Component
 from baton.deploy.gateway import GatewayActor
 from baton.transfer.actor import HEALTH, in_group
 from baton.transfer.io import IoThread
+from baton.transfer.keys import KeyPair
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import WorkerActor
 
@@ -47,7 +48,7 @@ class StuckProcess:
 
 
 class StuckWorker(WorkerActor):
-    def make_process(self, spec: ProcessSpec) -> StuckProcess:  # type: ignore[override]
+    def make_process(self, spec: ProcessSpec, keys: KeyPair) -> StuckProcess:  # type: ignore[override]
         self._stuck = StuckProcess()
         self._process = self._stuck  # type: ignore[assignment]
         return self._stuck
@@ -58,7 +59,7 @@ class StuckWorker(WorkerActor):
 
 
 class StuckGateway(GatewayActor):
-    def make_process(self, spec: ProcessSpec) -> StuckProcess:  # type: ignore[override]
+    def make_process(self, spec: ProcessSpec, keys: KeyPair) -> StuckProcess:  # type: ignore[override]
         self._stuck = StuckProcess()
         self._process = self._stuck  # type: ignore[assignment]
         return self._stuck

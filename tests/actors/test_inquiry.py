@@ -14,6 +14,7 @@ from baton.common.errors import RequestError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import Component
 from baton.deploy.ray_side import Place, create_actor
+from baton.transfer.keys import NOWHERE, ControllerDoor
 from baton.transfer.process import ProcessSpec, recorded_pid
 
 pytestmark = pytest.mark.ray
@@ -30,8 +31,7 @@ def spec(tmp_path: Path) -> ProcessSpec:
         worker=WorkerId("decode-0"),
         role="decode",
         incarnation=1,
-        controller_address="",
-        keys=None,
+        controller=NOWHERE,
         config=ClusterConfig(cluster="inquiry"),
         cores=(),
         run_dir=str(tmp_path / "run"),
@@ -50,7 +50,7 @@ def test_questions_to_a_stuck_process_leave_its_health_alone(
             asked += [actor.page_owner.remote(1, Component.SWA) for _ in range(ASKED)]
         assert ray.get(actor.report.remote(), timeout=ANSWER_S).member is None
         assert "starting" in ray.get(actor.progress.remote(), timeout=ANSWER_S)
-        ray.get(actor.rejoin.remote("tcp://127.0.0.2:1"), timeout=ANSWER_S)
+        ray.get(actor.rejoin.remote(ControllerDoor("tcp://127.0.0.2:1")), timeout=ANSWER_S)
         assert ray.wait(asked, timeout=0.0)[0] == []
         ray.get(actor.let_go.remote(), timeout=ANSWER_S)
         ray.get(asked, timeout=ANSWER_S)

@@ -19,7 +19,8 @@ from chaos_fuzz import damaged, encoded, odd_parts, varied
 
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import Body, Frame, Nack, encode_frame
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import KeyPair
+from baton.transfer.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ChaosMesh(Mesh):
         self,
         stamp: Stamp,
         bind_host: str,
-        keys: ClusterKeys | None,
+        keys: KeyPair | None,
         faults: FrameFaults,
         seed: int,
         saw: Callable[[str, Body], None],

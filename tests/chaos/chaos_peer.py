@@ -48,9 +48,10 @@ from baton.transfer.api import (
     SourceStopping,
 )
 from baton.transfer.io import IoThread
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.lanes import Lanes, build_lanes
 from baton.transfer.link import LaneStatus
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.mesh import Mesh
 from baton.transfer.plan import Segment
 from baton.transfer.process import die_with_parent
 from baton.transfer.testing_ends import KvSpec
@@ -88,8 +89,7 @@ class PeerSpec:
     stamp: Stamp
     role: str
     config: ClusterConfig
-    keys: ClusterKeys | None
-    controller: str
+    controller: ControllerDoor
     seed: int
     faults: FrameFaults = NO_FAULTS
     trap: Trap | None = None
@@ -219,9 +219,9 @@ class _Peer:
             spec.role,
             spec.config,
             self.memory,
-            spec.keys,
+            KeyPair.generate() if spec.controller.key else None,
             self._deliver,
-            controller_address=spec.controller,
+            controller=spec.controller,
             on_fatal=lambda: os._exit(FATAL),
             mesh=self._make_mesh,
             lanes=self._make_lanes,
@@ -287,7 +287,7 @@ class _Peer:
     def segments(self, held: _Held) -> tuple[Segment, ...]:
         return self.pages.segments(held.start, held.total)
 
-    def _make_mesh(self, stamp: Stamp, bind_host: str, keys: ClusterKeys | None) -> Mesh:
+    def _make_mesh(self, stamp: Stamp, bind_host: str, keys: KeyPair | None) -> Mesh:
         self._mesh = ChaosMesh(stamp, bind_host, keys, self.spec.faults, self.spec.seed, self._trap.saw)
         return self._mesh
 

@@ -21,7 +21,6 @@ from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, Transfe
 from baton.common.errors import ErrorCode
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import LaneAddress, Member
-from baton.transfer.mesh import ClusterKeys
 
 WAIT_S = 30.0
 _NUMBERS = re.compile(r"\d+")
@@ -49,10 +48,10 @@ def chaos_config(*lanes: str, dead_after_s: float = 1.0) -> ClusterConfig:
 class Hub(StandInController):
     """Publishes addresses that lead through the proxy."""
 
-    def __init__(self, keys: ClusterKeys | None, proxy: ProxyProcess | None) -> None:
+    def __init__(self, encrypted: bool, proxy: ProxyProcess | None) -> None:
         self._proxy = proxy
         self.known: dict[WorkerId, Member] = {}
-        super().__init__(keys)
+        super().__init__(encrypted)
 
     def _on_hello(self, member: Member) -> None:
         self.known[member.stamp.worker] = member
@@ -179,12 +178,12 @@ class Tally:
 
 
 class ChaosCluster:
-    """Seats, and who sits in them. `keys` None: nothing is encrypted."""
+    """Seats, and who sits in them."""
 
-    def __init__(self, keys: ClusterKeys | None, seed: int, *, proxied: bool = True) -> None:
-        self.keys, self.seed = keys, seed
+    def __init__(self, seed: int, *, encrypted: bool = True, proxied: bool = True) -> None:
+        self.seed = seed
         self.proxy = ProxyProcess(seed) if proxied else None
-        self.hub = Hub(keys, self.proxy)
+        self.hub = Hub(encrypted, self.proxy)
         self.peers: dict[str, PeerProcess] = {}
         self.tally = Tally()
         self._started = 0
@@ -206,7 +205,7 @@ class ChaosCluster:
         role = "prefill" if worker.startswith("prefill") else "decode"
         stamp = Stamp(WorkerId(worker), self._started, Epoch(self.seed * 1000 + self._started))
         spec = PeerSpec(
-            stamp, role, config, self.keys, self.hub.address, self.seed * 1000 + self._started, faults, trap,
+            stamp, role, config, self.hub.door, self.seed * 1000 + self._started, faults, trap,
             piece_delay_s, give_up, hold_first,
         )  # fmt: skip
         peer = self.peers[worker] = PeerProcess(spec)

@@ -20,7 +20,6 @@ from chaos_proxy import ByteFaults
 from chaos_rig import ChaosCluster, chaos_config
 
 from baton.common.errors import ErrorCode
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.transports.ucx import why_unavailable
 
 SOURCES = ("prefill-0", "prefill-1")
@@ -61,7 +60,7 @@ class Soak:
         self._target = committed
         self._disturb_every_s = disturb_every_s
         self.summary = Summary()
-        self.cluster = ChaosCluster(ClusterKeys.generate(), seed)
+        self.cluster = ChaosCluster(seed)
         without_ucx = bool(why_unavailable())
         for worker, lanes in {**dict.fromkeys(SOURCES, ALL_LANES), **lanes_of}.items():
             config = chaos_config(*(lane for lane in lanes if lane != "ucx" or not without_ucx))

@@ -17,7 +17,7 @@ ENOUGH_NACKS = 5
 
 
 def damage(lane: str, committed: int, flip: float, from_bytes: int = 1) -> None:
-    cluster = ChaosCluster(None, seed=3)
+    cluster = ChaosCluster(seed=3, encrypted=False)
     tally, until_s = cluster.tally, time.monotonic() + 100.0
     assert cluster.proxy is not None
     try:

@@ -38,7 +38,7 @@ from baton.common.messages import (
 )
 from baton.transfer.api import AbortSource, FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
 from baton.transfer.endpoint import Endpoint
-from baton.transfer.mesh import ClusterKeys
+from baton.transfer.keys import KeyPair
 from baton.transfer.plan import segments_of
 from baton.transfer.session.effects import (
     EndpointEffect,
@@ -56,7 +56,7 @@ from baton.transfer.session.effects import (
     SinkPrepared,
     SourceFenced,
 )
-from baton.transfer.testing_ends import End, EndSpec, small_config
+from baton.transfer.testing_ends import End, EndKeys, EndSpec, small_config
 
 ME, PEER, OTHER = (Stamp(WorkerId(name), 1, Epoch(number)) for number, name in enumerate(("me", "peer", "other"), 5))
 LAYOUT = KvLayout(4, window=9, state=True)
@@ -192,7 +192,7 @@ MOST_GROWTH_BYTES = 150 << 20
 
 def besiege(lanes: tuple[str, ...], committed: int, seed: int) -> None:
     """Two honest workers, two mad ones with the cluster's keys, and strangers without."""
-    cluster = ChaosCluster(ClusterKeys.generate(), seed, proxied=False)
+    cluster = ChaosCluster(seed, proxied=False)
     dice, tally = random.Random(seed), cluster.tally
     try:
         for worker in (*HONEST, *MAD):
@@ -294,14 +294,17 @@ addresses = st.dictionaries(
 
 @pytest.mark.parametrize("lane", ["local", "tcp", "zmq"])
 def test_an_address_that_makes_no_sense_is_a_link_that_is_down(lane: str) -> None:
-    end = End(EndSpec("sink", 7, lane, ClusterKeys.generate(), small_config(lane)))
+    end = End(EndSpec("sink", 7, lane, EndKeys.generate(), small_config(lane)))
     good = end.member.lanes[0].address
 
     @given(addresses, st.booleans())
     @settings(max_examples=100, deadline=None)
     def open_it(address: dict[str, str | int], on_top_of_a_good_one: bool) -> None:
         lanes = (LaneAddress(lane=lane, address={**good, **address} if on_top_of_a_good_one else address),)
-        end.set_peers([Member(stamp=PEER, role="prefill", address="tcp://127.0.0.1:1", lanes=lanes)])
+        key = KeyPair.generate().public
+        peer = Member(stamp=PEER, role="prefill", address="tcp://127.0.0.1:1", key=key, lanes=lanes)
+        end.let_in(peer)
+        end.set_peers([peer])
         end.step(0.0)
         end.set_peers([])
         end.step(0.0)

@@ -20,7 +20,6 @@ from chaos_rig import ChaosCluster, PeerProcess, chaos_config
 
 from baton.common.errors import ErrorCode
 from baton.common.ids import WorkerId
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.transports.ucx import why_unavailable
 
 SOURCE, SINK = "prefill-0", "decode-0"
@@ -105,7 +104,7 @@ A_FEW_CASES: list[Case] = [
 
 def check(case: Case, seed: int) -> None:
     step, blow, lane = case
-    cluster = ChaosCluster(ClusterKeys.generate(), seed)
+    cluster = ChaosCluster(seed)
     try:
         for worker in (SOURCE, SINK):
             trap = Trap(step.where, step.kind, step.nth, blow.number) if worker == step.victim else None
@@ -191,7 +190,7 @@ def test_a_peer_is_stopped_or_killed_in_the_middle() -> None:
 
 @pytest.mark.parametrize("lane", ["tcp", "zmq"])
 def test_the_second_half_of_a_region_comes_when_its_pages_are_somebody_elses(lane: str) -> None:
-    cluster = ChaosCluster(ClusterKeys.generate(), seed=4)
+    cluster = ChaosCluster(seed=4)
     door, proxy = f"{SOURCE}/{lane}", cluster.proxy
     assert proxy is not None
     try:

@@ -7,26 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import FenceSink, FenceSource, Landed, RegionReady, SinkFenced, SourceFenced
 from baton.transfer.testing import TransportContract, closing_both
 from baton.transfer.testing_device import LateDevice, copy_rows_torch
-from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, small_config
+from baton.transfer.testing_ends import FULL_ONLY, End, EndKeys, EndSpec, HandOff, KvSpec, pump, small_config
 from baton.transfer.transports.inproc import InprocHub
 
 QUIET_S = 0.02
 
 
-def make_end(
-    worker: str, epoch: int, lane: str, keys: ClusterKeys, hub: InprocHub, device: LateDevice, kv: KvSpec
-) -> End:
+def make_end(worker: str, epoch: int, lane: str, keys: EndKeys, hub: InprocHub, device: LateDevice, kv: KvSpec) -> End:
     config = small_config(lane)
     spec = EndSpec(worker, epoch, lane, keys, config, kv, fill=int(worker == "source"))
     return End(spec, hub, lambda memory: device.copier(memory, copy_rows_torch, config.region_bytes))
 
 
 def make_pair(lane: str, devices: tuple[LateDevice, LateDevice], kv: KvSpec = FULL_ONLY) -> tuple[End, End]:
-    keys, hub = ClusterKeys.generate(), InprocHub()
+    keys, hub = EndKeys.generate(), InprocHub()
     sink = make_end("sink", 7, lane, keys, hub, devices[0], kv)
     source = make_end("source", 8, lane, keys, hub, devices[1], kv)
     sink.set_peers([source.member])

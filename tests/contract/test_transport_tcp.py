@@ -16,10 +16,9 @@ from baton.common.config import TransferConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import LaneAddress
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import FenceSource, SinkLaneFailed, SourceFenced
 from baton.transfer.testing import TransportContract
-from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, random_pool
+from baton.transfer.testing_ends import FULL_ONLY, End, EndKeys, EndSpec, HandOff, KvSpec, pump, random_pool
 from baton.transfer.transports import tcp, tcp_source
 from baton.transfer.transports.base import Ended, LinkDown, LinkUp, Placed, Rows, Sent, TransportEvent, WakeSource
 from baton.transfer.transports.tcp import TcpTransport
@@ -40,7 +39,7 @@ from baton.transfer.transports.tcp_parts import (
     region_spoiled,
 )
 
-SECRET = "ab" * 32
+SECRET, OTHER_SECRET = b"a" * 32, b"b" * 32
 SINK, SOURCE = Stamp(WorkerId("sink"), 0, Epoch(7)), Stamp(WorkerId("source"), 1, Epoch(8))
 PAGES, PAGE_BYTES = 80, 65536
 LARGE = np.arange(1, 65, dtype=np.int32)  # 4 MiB: more than a connection swallows at once
@@ -90,11 +89,12 @@ class _Poller:
 class Side:
     """One transport with its pool and what it has reported."""
 
-    def __init__(self, stamp: Stamp, fill: int = 0, secret: str = SECRET, streams: int = 1) -> None:
+    def __init__(self, stamp: Stamp, fill: int = 0, secret: bytes = SECRET, streams: int = 1) -> None:
         self.stamp = stamp
         self.pool = random_pool(PAGES, PAGE_BYTES, fill) if fill else np.zeros((PAGES, PAGE_BYTES), np.uint8)
         self.waiter = _Poller()
-        self.lane = TcpTransport(stamp, self.waiter, "127.0.0.1", secret, {Component.FULL: self.pool}, streams)
+        pools = {Component.FULL: self.pool}
+        self.lane = TcpTransport(stamp, self.waiter, "127.0.0.1", lambda peer: secret, pools, streams)
         self.events: list[TransportEvent] = []
 
     def turn(self) -> None:
@@ -146,14 +146,14 @@ class RawSource:
         other.socket, _ = self._listener.accept()
         return other
 
-    def welcome(self, secret: str = SECRET) -> None:
+    def welcome(self, secret: bytes = SECRET) -> None:
         self._hello = self.hear(PROOF_BYTES)
-        self._welcome = Prover(SOURCE, secret).welcome(self._hello)
+        self._welcome = Prover(SOURCE, lambda peer: secret).welcome(SINK, self._hello)
         self.socket.sendall(self._welcome)
 
     def prove(self) -> RawSource:
         self.welcome()
-        Prover(SOURCE, SECRET).check_proof(self._hello, self._welcome, self.hear(PROOF_BYTES))
+        Prover(SOURCE, lambda peer: SECRET).check_proof(SINK, self._hello, self._welcome, self.hear(PROOF_BYTES))
         assert until(lambda: LinkUp(SOURCE) in self.sink.events, self.sink)
         return self
 
@@ -185,11 +185,11 @@ class RawSource:
 class RawSink:
     """The receiver's side of a connection, played by hand: it reads when the test says so."""
 
-    def __init__(self, source: Side, stamp: Stamp = SINK, secret: str = SECRET) -> None:
+    def __init__(self, source: Side, stamp: Stamp = SINK, secret: bytes = SECRET) -> None:
         address = source.lane.address().address
         self.socket = socket.create_connection((str(address["host"]), int(address["port"])))
         self.source = source
-        self.prover = Prover(stamp, secret)
+        self.prover = Prover(stamp, lambda peer: secret)
         self.hello = self.prover.hello(source.stamp, 0)
 
     def prove(self) -> RawSink:
@@ -472,7 +472,7 @@ def test_a_link_that_is_opened_again_replaces_the_one_before(sink: Side, source:
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End]]:
     """Regions that are larger than what a connection swallows at once."""
-    keys, kv = ClusterKeys.generate(), KvSpec(KvLayout(4), ((PAGES, PAGE_BYTES),))
+    keys, kv = EndKeys.generate(), KvSpec(KvLayout(4), ((PAGES, PAGE_BYTES),))
     config = TransferConfig(digest="full", lanes=("tcp",), credit_regions=2)
     sink = End(EndSpec("sink", 7, "tcp", keys, config, kv))
     source = End(EndSpec("source", 8, "tcp", keys, config, kv, fill=1))
@@ -541,10 +541,10 @@ def test_garbage_is_turned_away_and_the_lane_lives(first: bytes, sink: Side, sou
 
 
 def test_without_the_secret_neither_side_is_believed(source: Side) -> None:
-    raw = RawSink(source, secret="cd" * 32)
+    raw = RawSink(source, secret=OTHER_SECRET)
     raw.socket.sendall(raw.hello)
     assert refused(source, raw)
-    stranger = Side(SINK, secret="cd" * 32)
+    stranger = Side(SINK, secret=OTHER_SECRET)
     stranger.lane.open(SOURCE, source.lane.address())
     assert until(lambda: bool(stranger.events), stranger, source)
     assert all(isinstance(event, LinkDown) for event in stranger.events)
@@ -553,7 +553,7 @@ def test_without_the_secret_neither_side_is_believed(source: Side) -> None:
 
 def test_a_source_without_the_secret_is_not_believed(sink: Side) -> None:
     raw = RawSource(sink)
-    raw.welcome("cd" * 32)
+    raw.welcome(OTHER_SECRET)
     assert until(lambda: bool(sink.events), sink)
     assert sink.events == [LinkDown(SOURCE, "the peer could not prove who it is")]
     raw.close()
@@ -580,12 +580,12 @@ def test_who_proves_to_be_back_takes_the_place_of_the_connection_before(source: 
 
 
 def test_a_welcome_meant_for_another_connection_is_not_believed() -> None:
-    prover, other = Prover(SINK, SECRET), Prover(SOURCE, SECRET)
+    prover, other = Prover(SINK, lambda peer: SECRET), Prover(SOURCE, lambda peer: SECRET)
     one, two = prover.hello(SOURCE, 0), prover.hello(SOURCE, 0)
     with pytest.raises(Gone):
-        prover.proof(SOURCE, one, other.welcome(two))
+        prover.proof(SOURCE, one, other.welcome(SINK, two))
     with pytest.raises(Gone):
-        prover.proof(SOURCE, one, Prover(successor_of(SOURCE), SECRET).welcome(one))
+        prover.proof(SOURCE, one, Prover(successor_of(SOURCE), lambda peer: SECRET).welcome(SINK, one))
 
 
 def successor_of(stamp: Stamp) -> Stamp:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from baton.transfer.link import LaneStatus
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.testing import TransportContract
-from baton.transfer.testing_ends import End, EndSpec, pump, small_config
+from baton.transfer.testing_ends import End, EndKeys, EndSpec, pump, small_config
 from baton.transfer.transports.ucx import why_unavailable
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
@@ -21,8 +20,8 @@ class TestUcx(TransportContract):
 
 
 def test_a_sink_without_the_secret_gets_no_link() -> None:
-    spec = EndSpec("source", 8, "ucx", ClusterKeys.generate(), small_config("ucx"), fill=1)
-    source, stranger = End(spec), End(replace(spec, worker="sink", keys=ClusterKeys.generate()))
+    spec = EndSpec("source", 8, "ucx", EndKeys.generate(), small_config("ucx"), fill=1)
+    source, stranger = End(spec), End(replace(spec, worker="sink", keys=EndKeys.generate()))
     try:
         stranger.set_peers([source.member])
         pump([source, stranger], lambda: False, wait_s=0.5)

@@ -9,9 +9,9 @@ import numpy as np
 import zmq
 
 from baton.transfer.link import LaneStatus
-from baton.transfer.mesh import ClusterKeys, secure_client
+from baton.transfer.mesh import secure_client
 from baton.transfer.testing import TransportContract
-from baton.transfer.testing_ends import FULL_ONLY, End, EndSpec, HandOff, KvSpec, pump, small_config
+from baton.transfer.testing_ends import FULL_ONLY, End, EndKeys, EndSpec, HandOff, KvSpec, pump, small_config
 
 
 class TestZmq(TransportContract):
@@ -39,8 +39,8 @@ def lane_status(end: End, peer: str) -> LaneStatus:
 
 def test_a_sink_of_another_cluster_gets_no_link() -> None:
     config = small_config("zmq")
-    spec = EndSpec("source", 8, "zmq", ClusterKeys.generate(), config, fill=1)
-    source, stranger = End(spec), End(replace(spec, worker="sink", keys=ClusterKeys.generate()))
+    spec = EndSpec("source", 8, "zmq", EndKeys.generate(), config, fill=1)
+    source, stranger = End(spec), End(replace(spec, worker="sink", keys=EndKeys.generate()))
     try:
         stranger.set_peers([source.member])
         pump([source, stranger], lambda: False, wait_s=0.3)
@@ -51,7 +51,7 @@ def test_a_sink_of_another_cluster_gets_no_link() -> None:
 
 
 def test_a_link_to_an_earlier_process_at_the_address_does_not_come_up() -> None:
-    keys, config = ClusterKeys.generate(), small_config("zmq")
+    keys, config = EndKeys.generate(), small_config("zmq")
     source, sink = End(EndSpec("source", 8, "zmq", keys, config)), End(EndSpec("sink", 7, "zmq", keys, config))
     try:
         member = source.member
@@ -70,12 +70,12 @@ def test_a_link_to_an_earlier_process_at_the_address_does_not_come_up() -> None:
 
 
 def test_messages_that_make_no_sense_are_dropped_and_the_lane_lives() -> None:
-    keys, config = ClusterKeys.generate(), small_config("zmq")
+    keys, config = EndKeys.generate(), small_config("zmq")
     source, sink = End(EndSpec("source", 8, "zmq", keys, config, fill=1)), End(EndSpec("sink", 7, "zmq", keys, config))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     odd = context.socket(zmq.DEALER)
     try:
-        secure_client(odd, keys)
+        secure_client(odd, keys.of("sink"), keys.of("source").public)
         odd.connect(str(source.member.lanes[0].address["tcp"]))
         for parts in ([b""], [b"H", b"\xc1"], [b"A", b"12345678"], [b"A", b"1"], [b"D", b"x", b"y"], [b"H"] * 9):
             odd.send_multipart(parts)

@@ -15,7 +15,9 @@ import msgspec
 import zmq
 
 from baton.common.ids import Epoch, Stamp
-from baton.transfer.mesh import ClusterKeys, bind_to, secure_client, secure_server
+from baton.transfer.keys import KeyPair
+from baton.transfer.mesh import bind_to, secure_client, secure_server
+from baton.transfer.transports.base import SecretWith
 from baton.transfer.transports.tcp_parts import ASK, DATA, DROP, END, FRAME_BYTES, PROOF_BYTES, Gone, Prover, TcpFrame
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
@@ -86,10 +88,10 @@ class Strangers:
 
 
 class WrongKeys:
-    """Real ZMQ with keys of another cluster, with none, and with a password."""
+    """Real ZMQ with good keys that are on no list, with none, and with a password. `doors`: (port, its public key)."""
 
-    def __init__(self, dice: random.Random, ports: tuple[int, ...], keys: ClusterKeys) -> None:
-        self._dice, self._ports, self._keys = dice, ports, keys
+    def __init__(self, dice: random.Random, doors: tuple[tuple[int, str], ...]) -> None:
+        self._dice, self._doors = dice, doors
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open: list[zmq.Socket[bytes]] = []
         self.sent = 0
@@ -100,14 +102,15 @@ class WrongKeys:
         dealer.linger = 0
         dealer.sndtimeo = 100
         dealer.set_hwm(100)
+        port, server = dice.choice(self._doors)
         match dice.randrange(3):
             case 0:
-                secure_client(dealer, ClusterKeys.generate())
+                secure_client(dealer, KeyPair.generate(), server)
             case 1:
                 dealer.plain_username, dealer.plain_password = b"baton", b"baton"
             case _:
                 pass
-        dealer.connect(f"tcp://127.0.0.1:{dice.choice(self._ports)}")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
         with contextlib.suppress(zmq.ZMQError):
             for _ in range(3):
                 dealer.send(dice.randbytes(50), zmq.NOBLOCK)
@@ -123,12 +126,12 @@ class WrongKeys:
 class ZmqLaneCaller:
     """A member at the `zmq` lane of a source, who asks for anything."""
 
-    def __init__(self, dice: random.Random, port: int, keys: ClusterKeys, stamp: Stamp, meant: Epoch) -> None:
+    def __init__(self, dice: random.Random, port: int, server: str, keys: KeyPair, stamp: Stamp, meant: Epoch) -> None:
         self._dice, self._stamp, self._meant = dice, stamp, meant
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
-        secure_client(self._socket, keys)
+        secure_client(self._socket, keys, server)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
         self.tags: list[int] = [0]
         self.sent = 0
@@ -171,9 +174,9 @@ class ZmqLaneCaller:
 class TcpLaneCaller:
     """A member at the `tcp` lane of a source: proves itself, more or less, and then asks for anything."""
 
-    def __init__(self, dice: random.Random, port: int, secret: str, stamp: Stamp, meant: Stamp) -> None:
+    def __init__(self, dice: random.Random, port: int, secret: bytes, stamp: Stamp, meant: Stamp) -> None:
         self._dice, self._port, self._stamp, self._meant = dice, port, stamp, meant
-        self._prover = Prover(stamp, secret)
+        self._prover = Prover(stamp, lambda peer: secret)
         self._raw: socket.socket | None = None
         self.tags: list[int] = [0]
         self.sent = 0
@@ -204,6 +207,7 @@ class TcpLaneCaller:
         hello = self._prover.hello(self._meant, dice.choice((0, 0, 0, 1, 7, 1 << 40)))
         if dice.random() < 0.2:
             hello = bytes(dice.randrange(256) if dice.random() < 0.01 else byte for byte in hello)
+        raw.settimeout(0.5)  # who says that it is somebody else is not sent away at once: that one may be on its way
         raw.sendall(hello)
         self.sent += 1
         welcome = b""
@@ -228,9 +232,9 @@ class TcpLaneCaller:
 class MadTcpSource:
     """A `tcp` lane's listener that proves itself to whoever calls, and answers each ASK with something."""
 
-    def __init__(self, dice: random.Random, secret: str, stamp: Stamp) -> None:
+    def __init__(self, dice: random.Random, secret_with: SecretWith, stamp: Stamp) -> None:
         self._dice = dice
-        self._prover = Prover(stamp, secret)
+        self._prover = Prover(stamp, secret_with)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.sent = 0
@@ -248,7 +252,7 @@ class MadTcpSource:
         raw.settimeout(60.0)
         with raw, contextlib.suppress(OSError, Gone):
             hello = _exactly(raw, PROOF_BYTES)
-            welcome = self._prover.welcome(hello)
+            welcome = self._prover.welcome(self._prover.read_hello(hello).stamp, hello)
             raw.sendall(welcome if self._dice.random() < 0.9 else welcome[::-1])
             _exactly(raw, PROOF_BYTES)
             while True:
@@ -281,7 +285,7 @@ def _exactly(raw: socket.socket, nbytes: int) -> bytes:
 class MadZmqSource:
     """A `zmq` lane's ROUTER that lets every member in, and answers each ASK with something."""
 
-    def __init__(self, dice: random.Random, keys: ClusterKeys, stamp: Stamp) -> None:
+    def __init__(self, dice: random.Random, keys: KeyPair, stamp: Stamp) -> None:
         self._dice, self._stamp = dice, stamp
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -53,7 +53,9 @@ from baton.common.messages import (
     Submitted,
     pack_tokens,
 )
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.keys import ControllerDoor, KeyPair
+from baton.transfer.membership import SPEAKS_TO
+from baton.transfer.mesh import Mesh
 
 BEAT_S = 0.1
 SEND_WITHIN_S = 20.0
@@ -81,25 +83,37 @@ class Mad:
         worker: str,
         role: str,
         incarnation: int,
-        keys: ClusterKeys,
-        controller: str,
+        controller: ControllerDoor,
         dice: random.Random,
         fingerprint: dict[str, str],
-        lanes: Callable[[Stamp], tuple[LaneAddress, ...]] = lambda stamp: (),
+        lanes: Callable[[Stamp, KeyPair], tuple[LaneAddress, ...]] = lambda stamp, keys: (),
     ) -> None:
         self.dice = dice
+        self.keys = KeyPair.generate()
+        self._controller = controller
         self.stamp = Stamp(WorkerId(worker), incarnation, Epoch(dice.getrandbits(62) + 1))
-        self.mesh = RawMesh(self.stamp, "127.0.0.1", keys)
+        self.mesh = RawMesh(self.stamp, "127.0.0.1", self.keys)
         self.words = Words(dice, self.stamp)
         self.member = Member(
-            stamp=self.stamp, role=role, address=self.mesh.address, lanes=lanes(self.stamp), fingerprint=fingerprint
+            stamp=self.stamp,
+            role=role,
+            address=self.mesh.address,
+            key=self.keys.public,
+            lanes=lanes(self.stamp, self.keys),
+            fingerprint=fingerprint,
         )
-        self.members: dict[WorkerId, Member] = {}
+        self.members: dict[WorkerId, Member] = {}  # honest ones that let it in
+        self.seen: dict[WorkerId, Member] = {}  # all honest ones
         self.listed = False
         self.alien_keys: set[HandoffKey] = set()  # of those who ask honestly: not to be spoken of
         self.foreign_keys: list[HandoffKey] = []  # of hand-offs between others
         self._beat_at_s = 0.0
-        self.mesh.connect(CONTROLLER, controller)
+        self.mesh.allow.set_controller(controller.key)
+        self._find_controller()
+
+    def _find_controller(self) -> None:
+        door = self._controller
+        self.mesh.connect(CONTROLLER, door.address, door.key, None if self.listed else door.guest)
 
     def close(self) -> None:
         self.mesh.close()
@@ -125,9 +139,13 @@ class Mad:
 
     def _on_membership(self, view: Membership) -> None:
         self.listed = any(member.stamp == self.stamp for member in view.members)
-        self.members = {one.stamp.worker: one for one in view.members if one.stamp.worker.endswith("-0")}
+        self._find_controller()
+        self.mesh.allow.set_members(view.members)
+        self.seen.update((one.stamp.worker, one) for one in view.members if one.stamp.worker.endswith("-0"))
+        # Others do not let it in: nobody of their role has anything to say to them.
+        self.members = {one.stamp.worker: one for one in self.seen.values() if one.role in SPEAKS_TO[self.member.role]}
         for worker, member in self.members.items():
-            self.mesh.connect(worker, member.address)
+            self.mesh.connect(worker, member.address, member.key)
 
     def on_heard(self, frame: Frame) -> None:
         self.words.note(frame.body)

@@ -32,7 +32,7 @@ from baton.common.ids import HandoffId, HandoffKey, Stamp, WorkerId
 from baton.common.messages import Chunk, LaneAddress, Member, SamplingParams
 from baton.common.shared_memory import SharedBlock
 from baton.deploy.tokenizer import ByteTokenizer
-from baton.transfer.mesh import ClusterKeys
+from baton.transfer.keys import ControllerDoor, KeyPair
 
 WAIT_S = 60.0
 ROUND = 500
@@ -90,17 +90,16 @@ class Siege:
     def __init__(self, seed: int, folder: Path, lanes: tuple[str, ...] = ("local", "tcp", "zmq")) -> None:
         self.seed = seed
         self.dice = random.Random(seed)
-        self.keys = ClusterKeys.generate()
         self.log = folder / "victims.log"
         ports = free_ports()
         self._ports = ports
         context = process_context()
         self._pipe, theirs = context.Pipe()
-        arena = Arena(lanes, self.keys, *ports)
+        arena = Arena(lanes, *ports)
         self._process = context.Process(target=run_victims, args=(theirs, arena, str(self.log)), daemon=True)
         self._process.start()
         theirs.close()
-        self._seats: dict[str, int] = {}
+        self._seats: dict[str, tuple[int, KeyPair]] = {}
         self._told: list[object] = []
         self._closers: list[Callable[[], None]] = []
         self.mad: dict[str, Mad] = {}
@@ -116,25 +115,34 @@ class Siege:
 
     def _set_up(self) -> None:
         self._admit("gateway-1", MadGateway, {})
-        self._wait(lambda: len(self.mad["gateway-1"].members) == 3, "all honest members are known")
-        members = dict(self.mad["gateway-1"].members)
+        seen = self.mad["gateway-1"].seen
+        self._wait(lambda: len(seen) == 3, "all honest members are known")
+        members = dict(seen)
         prefill = members[WorkerId("prefill-0")]
         self._admit("decode-1", MadDecode, prefill.fingerprint)
-        self._admit("prefill-1", MadPrefill, prefill.fingerprint, lambda stamp: self._mad_lanes(stamp, prefill))
-        dice, keys, me = self.dice, self.keys, self.mad["decode-1"].stamp
-        zmq_ports = [_port(self._up.controller), *(_port(one.address) for one in members.values())]
-        zmq_ports += [port for one in members.values() if (port := _port_of(one, "zmq"))]
+
+        def lanes(stamp: Stamp, keys: KeyPair) -> tuple[LaneAddress, ...]:
+            return self._mad_lanes(stamp, keys, prefill)
+
+        self._admit("prefill-1", MadPrefill, prefill.fingerprint, lanes)
+        dice, decode = self.dice, self.mad["decode-1"]
+        secret = decode.keys.shared_with(prefill.key, "tcp")
+        doors = [(_port(self._up.controller.address), self._up.controller.key)]
+        doors += [(_port(one.address), one.key) for one in members.values()]
+        doors += [(port, one.key) for one in members.values() if (port := _port_of(one, "zmq"))]
+        zmq_ports = [port for port, _ in doors]
         tcp_ports = [port for one in members.values() if (port := _port_of(one, "tcp"))]
         event_ports = [(self._ports[0] + place, self._ports[1] + place) for place in (0, 1)]
         http_port = _port(self._up.url)
         self.strangers = Strangers(dice, (*zmq_ports, *tcp_ports, *sum(event_ports, ()), http_port))
-        self.wrong_keys = WrongKeys(dice, tuple(zmq_ports), keys)
+        self.wrong_keys = WrongKeys(dice, tuple(doors))
         self.events = EventReaders(dice, tuple(event_ports))
         self.http = HttpStrangers(dice, http_port)
         if port := _port_of(prefill, "zmq"):
-            self.lanes["zmq lane"] = ZmqLaneCaller(dice, port, keys, me, prefill.stamp.epoch)
+            keys, stamp = decode.keys, decode.stamp
+            self.lanes["zmq lane"] = ZmqLaneCaller(dice, port, prefill.key, keys, stamp, prefill.stamp.epoch)
         if port := _port_of(prefill, "tcp"):
-            self.lanes["tcp lane"] = TcpLaneCaller(dice, port, keys.data_secret, me, prefill.stamp)
+            self.lanes["tcp lane"] = TcpLaneCaller(dice, port, secret, decode.stamp, prefill.stamp)
         for one in (self.strangers, self.wrong_keys, self.events, *self.lanes.values()):
             self._closers.append(one.close)
         self.asker = Asker(self._up.url, self.seed)
@@ -145,16 +153,17 @@ class Siege:
         worker: str,
         kind: type[Mad],
         fingerprint: dict[str, str],
-        lanes: Callable[[Stamp], tuple[LaneAddress, ...]] = lambda stamp: (),
+        lanes: Callable[[Stamp, KeyPair], tuple[LaneAddress, ...]] = lambda stamp, keys: (),
     ) -> None:
         self._wait(lambda: worker in self._seats, f"{worker} may start")
-        incarnation = self._seats.pop(worker)
+        incarnation, guest = self._seats.pop(worker)
+        door = ControllerDoor(self._up.controller.address, self._up.controller.key, guest)
         role = worker.partition("-")[0]
-        made = kind(worker, role, incarnation, self.keys, self._up.controller, self.dice, fingerprint, lanes)
+        made = kind(worker, role, incarnation, door, self.dice, fingerprint, lanes)
         self.mad[worker] = made
         self._wait(lambda: made.listed, f"{worker} is a member")
 
-    def _mad_lanes(self, stamp: Stamp, honest: Member) -> tuple[LaneAddress, ...]:
+    def _mad_lanes(self, stamp: Stamp, keys: KeyPair, honest: Member) -> tuple[LaneAddress, ...]:
         """What a decode worker will link to: real memory, and listeners that answer anything."""
         addresses: dict[str, dict[str, str | int]] = {}
         for lane in honest.lanes:
@@ -163,8 +172,14 @@ class Siege:
                 self._block = SharedBlock(int(local["full_units"]) * int(local["full_unit_bytes"]))
                 local |= {"pid": os.getpid(), "full_fd": self._block.fd, "full_nonce": self._block.nonce.hex()}
                 addresses["local"] = local
-        self._zmq_source = MadZmqSource(random.Random(self.seed), self.keys, stamp)
-        self._tcp_source = MadTcpSource(random.Random(self.seed), self.keys.data_secret, stamp)
+        honest_members = dict(self.mad["gateway-1"].seen)
+
+        def secret_with(peer: Stamp) -> bytes | None:
+            member = honest_members.get(peer.worker)
+            return None if member is None else keys.shared_with(member.key, "tcp")
+
+        self._zmq_source = MadZmqSource(random.Random(self.seed), keys, stamp)
+        self._tcp_source = MadTcpSource(random.Random(self.seed), secret_with, stamp)
         self._closers += [self._zmq_source.close, self._tcp_source.close]
         addresses["tcp"] = {"host": "127.0.0.1", "port": self._tcp_source.port}
         addresses["zmq"] = {"tcp": self._zmq_source.address}
@@ -258,8 +273,8 @@ class Siege:
             except (EOFError, OSError):
                 break
             match item:
-                case MayStart(worker, incarnation):
-                    self._seats[worker] = incarnation
+                case MayStart(worker, incarnation, guest):
+                    self._seats[worker] = incarnation, guest
                     assert worker not in self.mad, f"{worker} was killed, and should live"
                 case Find(what):
                     raise AssertionError(what)

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import logging
 import os
+import queue
 import random
 import socket
 import tempfile
@@ -47,7 +48,7 @@ from baton.deploy.gateway_shell import UnknownWorkers
 from baton.deploy.ray_side import Place
 from baton.prefill.actor import PrefillActor
 from baton.transfer.io import IoThread
-from baton.transfer.mesh import ClusterKeys
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.process import ProcessSpec, die_with_parent
 from baton.transfer.reports import WorkerMetrics
 from baton.transfer.worker import WorkerProcess
@@ -63,7 +64,6 @@ class Arena:
     """What a run is held with."""
 
     lanes: tuple[str, ...]
-    keys: ClusterKeys
     kv_port: int
     replay_port: int
 
@@ -72,7 +72,7 @@ class Arena:
 class Up:
     """All honest processes are members."""
 
-    controller: str
+    controller: ControllerDoor
     url: str
     config: ClusterConfig
 
@@ -83,6 +83,7 @@ class MayStart:
 
     worker: str
     incarnation: int
+    guest: KeyPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,10 @@ class RaylessController(ControllerLoop):
     def __init__(self, plan: ClusterPlan, pipe: _Pipe) -> None:
         super().__init__(plan)
         self._pipe = pipe
-        self.running: dict[WorkerId, threading.Thread] = {}
+        self.guests: queue.SimpleQueue[tuple[WorkerId, KeyPair]] = queue.SimpleQueue()  # of the honest ones
+
+    def door(self, guest: KeyPair | None = None) -> ControllerDoor:
+        return ControllerDoor(self._mesh.address, self._keys.public, guest)
 
     def frames(self) -> dict[str, int]:
         return _named(self._mesh.counters)
@@ -183,10 +187,11 @@ class RaylessController(ControllerLoop):
         specs = (seat.spec for seat in self._plan.seats)
         self._core = ControllerCore(specs, self._config.liveness, int(time.time() * 1000), self._clock.now())
 
-    def _start_process(self, spec: SeatSpec, incarnation: int) -> None:
+    def _start_process(self, spec: SeatSpec, incarnation: int, guest: KeyPair) -> None:
         if spec.worker in MAD:
-            self._pipe.send(MayStart(spec.worker, incarnation))
+            self._pipe.send(MayStart(spec.worker, incarnation, guest))
         else:
+            self.guests.put((spec.worker, guest))
             assert incarnation == 1, f"{spec.worker} has died"
 
     def _prove_dead(self, worker: WorkerId, incarnation: int, reason: str) -> None:
@@ -232,34 +237,33 @@ class Victims:
         seats = tuple(
             Seat(spec=SeatSpec(WorkerId(name), role), cores=(), place=Place()) for name, role in (HONEST | MAD).items()
         )
-        plan = ClusterPlan(
-            config=self._config, keys=arena.keys, run_dir=folder, seats=seats, class_paths={}, launched_at_ms=0
-        )
+        plan = ClusterPlan(config=self._config, run_dir=folder, seats=seats, class_paths={}, launched_at_ms=0)
         self.controller = RaylessController(plan, self._pipe)
         self._ios: dict[str, IoThread] = {}
         self._neighbours = _Neighbours()
-        self._keys, self._folder = arena.keys, folder
+        self._folder = folder
 
     def start(self) -> None:
         self.controller.start()
-        gateway = GatewayProcess(self._spec("gateway-0"), lambda io: self._neighbours)
+        self._guests = dict(self.controller.guests.get(timeout=START_S) for _ in HONEST)
+        gateway = GatewayProcess(self._spec("gateway-0"), KeyPair.generate(), lambda io: self._neighbours)
         self._start("gateway-0", gateway)
         for name, actor in (("prefill-0", PrefillActor), ("decode-0", DecodeActor)):
-            worker = object.__new__(actor).make_process(self._spec(name))  # without what Ray wants of an actor
+            bare = object.__new__(actor)  # without what Ray wants of an actor
+            worker = bare.make_process(self._spec(name), KeyPair.generate())
             self._neighbours.workers[name] = worker
             self._start(name, worker)
         for io in self._ios.values():
             io.wait_admitted(START_S)
         assert gateway._server is not None
-        self._pipe.send(Up(self.controller.status().address, gateway._server.url, self._config))
+        self._pipe.send(Up(self.controller.door(), gateway._server.url, self._config))
 
     def _spec(self, name: str) -> ProcessSpec:
         return ProcessSpec(
             worker=WorkerId(name),
             role=HONEST[name],
             incarnation=1,
-            controller_address=self.controller.status().address,
-            keys=self._keys,
+            controller=self.controller.door(self._guests[WorkerId(name)]),
             config=self._config,
             cores=(),
             run_dir=self._folder,

@@ -62,7 +62,7 @@ def besiege(seed: int, frames: int, warm_up: int, folder: Path, lanes: tuple[str
         assert value in LABELS.get(name, {value}), f"a peer has written {name}={value!r}"
     assert asker.right > 10
     for worker, counters in after.counters.items():
-        heard = sum(counters[f"mesh.{name}"] for name in ("received", "malformed", "foreign_epoch"))
+        heard = sum(counters[f"mesh.{name}"] for name in ("received", "malformed", "foreign_epoch", "foreign_key"))
         assert heard >= siege.sent[f"to {worker}"], f"frames to {worker} have vanished"
         refused = [line for line in page if line.startswith("baton_refused_frames_total") and f'"{worker}"' in line]
         assert refused or worker == "controller", f"{worker} counts nothing"

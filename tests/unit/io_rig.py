@@ -16,11 +16,13 @@ from baton.common.config import ClusterConfig, KvConfig, LivenessConfig, Transfe
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, HandoffId, HandoffKey, RequestId, Stamp, WorkerId
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.messages import Body, Hello, Load, Member, Membership, SamplingParams
+from baton.common.messages import Body, Frame, Hello, Load, Member, Membership, SamplingParams
+from baton.transfer.allow_list import AllowList
 from baton.transfer.api import FinishSource, OfferReceived, OpenSink, PrefillResult, ShipRegion
 from baton.transfer.io import IoThread
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.lanes import LaneFactory, build_lanes
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.mesh import Mesh
 from baton.transfer.plan import segments_of
 from baton.transfer.process import die_with_parent
 from baton.transfer.testing_ends import KvSpec, random_pool
@@ -89,12 +91,24 @@ class Events:
             return views[-1]
 
 
+class OpenDoor(AllowList):
+    """A controller's that invites everybody."""
+
+    def knows(self, key: str) -> bool:
+        return bool(key)
+
+    def believes(self, key: str, frame: Frame) -> bool:
+        return bool(key)
+
+
 class StandInController:
     """Admits everybody who says Hello, and publishes whatever members a test wants. Runs on its own thread."""
 
-    def __init__(self, keys: ClusterKeys | None, answer: Callable[[Member], Body | None] = lambda member: None) -> None:
-        self._mesh = Mesh(CONTROLLER, "127.0.0.1", keys)
-        self.address = self._mesh.address
+    def __init__(self, encrypted: bool, answer: Callable[[Member], Body | None] = lambda member: None) -> None:
+        self.keys = KeyPair.generate() if encrypted else None
+        self._mesh = Mesh(CONTROLLER, "127.0.0.1", self.keys)
+        self._mesh.allow = OpenDoor()
+        self.door = ControllerDoor(self._mesh.address, self.keys.public if self.keys is not None else "")
         self._answer = answer
         self._members: dict[WorkerId, Member] = {}
         self._removed: set[Stamp] = set()
@@ -133,14 +147,14 @@ class StandInController:
                     published, beat_at_s = self._version, time.monotonic() + 0.2
                     membership = Membership(version=self._version, members=tuple(self._members.values()))
                     for worker, member in self._members.items():
-                        self._mesh.connect(worker, member.address)
+                        self._mesh.connect(worker, member.address, member.key)
                         self._mesh.send(worker, member.stamp.epoch, membership)
 
     def _on_hello(self, member: Member) -> None:
         worker = member.stamp.worker
         answer = self._answer(member)
         if answer is not None:
-            self._mesh.connect(worker, member.address)
+            self._mesh.connect(worker, member.address, member.key)
             self._mesh.send(worker, member.stamp.epoch, answer)
         elif member.stamp not in self._removed and self._members.get(worker) != member:
             self._members[worker] = member
@@ -156,8 +170,7 @@ class Worker:
         role: str,
         epoch: int,
         config: ClusterConfig,
-        keys: ClusterKeys | None,
-        controller: str,
+        controller: ControllerDoor,
         lanes: LaneFactory = build_lanes,
         kv: KvSpec = FULL_KV,
         fill: int = 0,
@@ -167,6 +180,7 @@ class Worker:
         self.pools = {component: buffer.as_bytes() for component, buffer in self.memory.buffers.items()}
         self.pool = self.pools[Component.FULL]
         self.events = Events()
+        self.keys = KeyPair.generate() if controller.key else None
         self.fatal = threading.Event()
         self.hold_regions = threading.Event()  # set: a prefill worker stops after its first region
         self.io = IoThread(
@@ -174,9 +188,9 @@ class Worker:
             role,
             config,
             self.memory,
-            keys,
+            self.keys,
             self._deliver,
-            controller_address=controller,
+            controller=controller,
             load=lambda: Load(running=3),
             on_fatal=self.fatal.set,
             lanes=lanes,
@@ -246,9 +260,9 @@ def expected_pages(command: OpenSink, seed: int = 5) -> np.ndarray:
     return random_pool(NUM_PAGES, PAGE_BYTES, seed)[1 + first : 1 + first + len(command.pages[Component.FULL])]
 
 
-def _run_prefill(pipe: Connection, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool) -> None:
+def _run_prefill(pipe: Connection, config: ClusterConfig, controller: ControllerDoor, hold: bool) -> None:
     die_with_parent()
-    worker = Worker("prefill-0", "prefill", 22, config, keys, controller, fill=5)
+    worker = Worker("prefill-0", "prefill", 22, config, controller, fill=5)
     if hold:
         worker.hold_regions.set()
     worker.io.wait_admitted(WAIT_S)
@@ -261,10 +275,10 @@ def _run_prefill(pipe: Connection, config: ClusterConfig, keys: ClusterKeys, con
 class PrefillProcess:
     """A prefill `Worker` in a child process."""
 
-    def __init__(self, config: ClusterConfig, keys: ClusterKeys, controller: str, hold: bool = False) -> None:
+    def __init__(self, config: ClusterConfig, controller: ControllerDoor, hold: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run_prefill, args=(theirs, config, keys, controller, hold), daemon=True)
+        self._process = context.Process(target=_run_prefill, args=(theirs, config, controller, hold), daemon=True)
         self._process.start()
         theirs.close()
         self.pid: int = self._pipe.recv()

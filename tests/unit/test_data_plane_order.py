@@ -9,10 +9,9 @@ import pytest
 
 from baton.common.config import TransferConfig
 from baton.common.kv.layout import KvLayout
-from baton.transfer.mesh import ClusterKeys
 from baton.transfer.session.effects import Landed, RegionReady, SinkPrepared
 from baton.transfer.testing import closing_both
-from baton.transfer.testing_ends import End, EndSpec, HandOff, KvSpec, pump
+from baton.transfer.testing_ends import End, EndKeys, EndSpec, HandOff, KvSpec, pump
 from baton.transfer.transports.inproc import InprocHub
 from baton.transfer.turns import TURN_BYTES
 
@@ -24,7 +23,7 @@ ALL = np.arange(1, 61, dtype=np.int32)
 
 @pytest.fixture(params=LANES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
-    keys, hub, lane = ClusterKeys.generate(), InprocHub(), request.param
+    keys, hub, lane = EndKeys.generate(), InprocHub(), request.param
     config = TransferConfig(
         lanes=(lane,),
         staging_ring_bytes=8 * TURN_BYTES,

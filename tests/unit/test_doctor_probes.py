@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from baton.common.config import ClusterConfig, ModelConfig
 from baton.common.ids import WorkerId
@@ -18,8 +19,9 @@ from baton.deploy.doctor.examination import Bounds, Examination
 from baton.deploy.doctor.findings import Severity
 from baton.deploy.doctor.judge import judge
 from baton.deploy.doctor.local_probes import LocalProbes
-from baton.deploy.doctor.shapes import Found, Host, ProbeSpec
-from baton.transfer.mesh import ClusterKeys
+from baton.deploy.doctor.probes import Silent
+from baton.deploy.doctor.shapes import Answer, Found, Host, Meet, ProbeSpec, Request
+from baton.transfer.keys import KeyPair
 from baton.transfer.process import new_run_dir
 
 FAKE = ClusterConfig(model=ModelConfig(model="fake"))
@@ -28,13 +30,15 @@ ALL = replace(FAKE, transfer=replace(FAKE.transfer, lanes=("local", "tcp", "zmq"
 BOUNDS = Bounds(start_s=30.0, pair_s=8.0)
 
 
-def spec(worker: str, run_dir: str, keys: ClusterKeys, config: ClusterConfig = CONFIG) -> ProbeSpec:
-    return ProbeSpec(WorkerId(worker), config, keys, run_dir, 120.0)
+def spec(worker: str, run_dir: str, config: ClusterConfig = CONFIG) -> ProbeSpec:
+    return ProbeSpec(WorkerId(worker), config, run_dir, 120.0)
 
 
 @contextmanager
-def probes(*specs: ProbeSpec, before: Mapping[WorkerId, Sequence[str]] | None = None) -> Iterator[LocalProbes]:
-    running = LocalProbes(specs, before)
+def probes(
+    *specs: ProbeSpec, before: Mapping[WorkerId, Sequence[str]] | None = None, kind: type[LocalProbes] = LocalProbes
+) -> Iterator[LocalProbes]:
+    running = kind(specs, before)
     pids = [running.pid(one.worker) for one in specs]
     try:
         yield running
@@ -57,8 +61,8 @@ def examine(running: LocalProbes, *workers: str, bounds: Bounds = BOUNDS) -> Fou
 
 
 def test_every_lane_is_measured_in_both_directions_and_the_best_is_chosen() -> None:
-    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    with probes(spec("a", run_dir, keys, ALL), spec("b", run_dir, keys, ALL)) as running:
+    run_dir = new_run_dir("doctor-test")
+    with probes(spec("a", run_dir, ALL), spec("b", run_dir, ALL)) as running:
         found = examine(running, "a", "b")
     assert {(pair.source, pair.receiver) for pair in found.pairs} == {("a", "b"), ("b", "a")}
     for pair in found.pairs:
@@ -77,10 +81,22 @@ def test_every_lane_is_measured_in_both_directions_and_the_best_is_chosen() -> N
     assert {one.what for one in failed} == {"port of nobody"}
 
 
+class Deceived(LocalProbes):
+    """One that is told other keys of those it is to meet than they have."""
+
+    def ask(self, requests: Mapping[WorkerId, Request], within_s: float) -> dict[WorkerId, Answer | Silent]:
+        stranger = WorkerId("stranger")
+        told = requests.get(stranger)
+        if isinstance(told, Meet):
+            wrong = [structs.replace(one, key=KeyPair.generate().public) for one in told.everybody]
+            requests = {**requests, stranger: structs.replace(told, everybody=tuple(wrong))}
+        return super().ask(requests, within_s)
+
+
 def test_a_probe_that_hangs_and_one_of_other_keys_are_findings_and_cost_their_time_only() -> None:
-    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    specs = [spec("a", run_dir, keys), spec("b", run_dir, keys), spec("stranger", run_dir, ClusterKeys.generate())]
-    with probes(*specs) as running:
+    run_dir = new_run_dir("doctor-test")
+    specs = [spec("a", run_dir), spec("b", run_dir), spec("stranger", run_dir)]
+    with probes(*specs, kind=Deceived) as running:
         first = examine(running, "a", "stranger", bounds=replace(BOUNDS, pair_s=2.0))
         os.kill(running.pid(WorkerId("b")), signal.SIGSTOP)
         second = examine(running, "a", "b", bounds=replace(BOUNDS, start_s=1.0))
@@ -102,8 +118,8 @@ def namespaces(*kinds: str) -> tuple[str, ...]:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="namespaces want root")
 def test_a_pid_namespace_forbids_shared_memory_and_a_shut_network_all_but_that() -> None:
-    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    specs = [spec(worker, run_dir, keys) for worker in ("a", "container", "island")]
+    run_dir = new_run_dir("doctor-test")
+    specs = [spec(worker, run_dir) for worker in ("a", "container", "island")]
     before = {WorkerId("container"): namespaces("--pid", "--ipc"), WorkerId("island"): namespaces("--net")}
     with probes(*specs, before=before) as running:
         found = examine(running, "a", "container", "island", bounds=replace(BOUNDS, pair_s=2.0))
@@ -127,8 +143,8 @@ def test_nothing_is_brought_up_where_the_doctor_fails(capfd: pytest.CaptureFixtu
 
 
 def test_a_probe_ends_by_itself_when_its_time_is_over() -> None:
-    run_dir, keys = new_run_dir("doctor-test"), ClusterKeys.generate()
-    short = ProbeSpec(WorkerId("a"), CONFIG, keys, run_dir, 0.0)
+    run_dir = new_run_dir("doctor-test")
+    short = ProbeSpec(WorkerId("a"), CONFIG, run_dir, 0.0)
     running = LocalProbes([short])
     try:
         _, status = os.waitpid(running.pid(WorkerId("a")), 0)

@@ -15,6 +15,7 @@ from io_rig import (
     PAGE_BYTES,
     PAGE_SIZE,
     WAIT_S,
+    OpenDoor,
     PrefillProcess,
     StandInController,
     Worker,
@@ -43,13 +44,13 @@ from baton.common.messages import (
 from baton.common.trace import Interval, Recorder, Slice
 from baton.transfer.api import AbortSink, SinkCommitted, SinkFailed, SourceAborted, SourceReleased, return_key
 from baton.transfer.io import IoThread, NotAdmitted
+from baton.transfer.keys import NOWHERE, ControllerDoor, KeyPair
 from baton.transfer.lanes import Lanes
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.mesh import Mesh
 from baton.transfer.testing_ends import KvSpec, random_pool
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.ucx import why_unavailable
 
-KEYS = ClusterKeys.generate()
 LANES = [
     "inproc",
     "local",
@@ -62,7 +63,7 @@ PROCESS_LANES = LANES[1:]
 
 @pytest.fixture
 def controller() -> Iterator[StandInController]:
-    running = StandInController(KEYS)
+    running = StandInController(True)
     yield running
     running.close()
 
@@ -75,8 +76,8 @@ def start_pair(lane: str, controller: StandInController, kv: KvSpec = FULL_KV) -
 
     config = io_config(lane)
     more = {"lanes": inproc} if lane == "inproc" else {}
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address, kv=kv, **more)
-    prefill = Worker("prefill-0", "prefill", 22, config, KEYS, controller.address, kv=kv, fill=5, **more)
+    decode = Worker("decode-0", "decode", 11, config, controller.door, kv=kv, **more)
+    prefill = Worker("prefill-0", "prefill", 22, config, controller.door, kv=kv, fill=5, **more)
     wait_for_peer(decode)
     return decode, prefill
 
@@ -218,15 +219,15 @@ def test_every_component_arrives_or_nothing_counts(lane: str, controller: StandI
 def test_a_page_larger_than_a_staging_slot_is_found_at_the_start() -> None:
     large = KvSpec(KvLayout(PAGE_SIZE, window=8), ((NUM_PAGES, PAGE_BYTES), (8, 16384 + 8)))
     with pytest.raises(ConfigError, match=r"transfer\.region_bytes = 16384: a page of swa KV has 16392 bytes"):
-        Worker("decode-0", "decode", 11, io_config("local", "zmq"), KEYS, "", kv=large)
-    Worker("decode-0", "decode", 11, io_config("local"), KEYS, "", kv=large).close()  # nothing is staged there
+        Worker("decode-0", "decode", 11, io_config("local", "zmq"), NOWHERE, kv=large)
+    Worker("decode-0", "decode", 11, io_config("local"), NOWHERE, kv=large).close()  # nothing is staged there
 
 
 @pytest.mark.parametrize("lane", PROCESS_LANES)
 def test_a_hand_off_between_processes_and_a_death_in_the_next(lane: str, controller: StandInController) -> None:
     config = io_config(lane)
-    prefill = PrefillProcess(config, KEYS, controller.address)
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    prefill = PrefillProcess(config, controller.door)
+    decode = Worker("decode-0", "decode", 11, config, controller.door)
     try:
         wait_for_peer(decode)
         command = open_sink(decode, "prefill-0", 301, 1)
@@ -247,8 +248,8 @@ def test_a_hand_off_between_processes_and_a_death_in_the_next(lane: str, control
 @pytest.mark.parametrize("lane", ["local", "zmq"])
 def test_a_source_killed_midway_fails_the_sink_with_what_had_landed(lane: str, controller: StandInController) -> None:
     config = io_config(lane)
-    prefill = PrefillProcess(config, KEYS, controller.address, hold=True)
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    prefill = PrefillProcess(config, controller.door, hold=True)
+    decode = Worker("decode-0", "decode", 11, config, controller.door)
     try:
         wait_for_peer(decode)
         command = open_sink(decode, "prefill-0", 200, 1)
@@ -267,8 +268,8 @@ def test_a_source_killed_midway_fails_the_sink_with_what_had_landed(lane: str, c
 
 def test_a_stopped_source_is_silent_and_heard_again(controller: StandInController) -> None:
     config = io_config("zmq", dead_after_s=0.8)
-    prefill = PrefillProcess(config, KEYS, controller.address, hold=True)
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    prefill = PrefillProcess(config, controller.door, hold=True)
+    decode = Worker("decode-0", "decode", 11, config, controller.door)
     try:
         wait_for_peer(decode)
         open_sink(decode, "prefill-0", 200, 1)
@@ -333,12 +334,14 @@ def test_messages_between_members_arrive_with_their_sender(controller: StandInCo
 
 def test_a_process_that_nobody_lists_is_not_heard(controller: StandInController) -> None:
     decode, prefill = start_pair("zmq", controller)
-    stranger = Mesh(Stamp(WorkerId("prefill-0"), 0, Epoch(21)), "127.0.0.1", KEYS)  # the one before prefill-0
+    earlier = Stamp(WorkerId("prefill-0"), 0, Epoch(21))
+    stranger = Mesh(earlier, "127.0.0.1", prefill.keys)  # a member, in the name of the one before
     try:
-        stranger.connect(WorkerId("decode-0"), decode.io.member.address)
+        prefill.events.wait_view(lambda view: len(view.members) == 2)
+        stranger.connect(WorkerId("decode-0"), decode.io.member.address, decode.io.member.key)
         stranger.send(WorkerId("decode-0"), Epoch(0), CancelRequest(request_id=RequestId("r"), placement=0))
         stranger.send(WorkerId("decode-0"), Epoch(0), Heartbeat())
-        wait_until(lambda: decode.io.snapshot().dropped.get("frame_of_unlisted_process", 0) >= 2)
+        wait_until(lambda: decode.io.snapshot().mesh.foreign_key >= 2)
         assert not decode.events.of(FromPeer)
     finally:
         stranger.close()
@@ -350,9 +353,9 @@ def test_a_gateway_hears_loads_and_needs_no_pool(controller: StandInController) 
     heard: list[object] = []
     config = io_config("zmq")
     stamp = Stamp(WorkerId("gateway-0"), 1, Epoch(5))
-    gateway = IoThread(stamp, "gateway", config, None, KEYS, heard.append, controller_address=controller.address)
+    gateway = IoThread(stamp, "gateway", config, None, KeyPair.generate(), heard.append, controller=controller.door)
     gateway.start()
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address)
+    decode = Worker("decode-0", "decode", 11, config, controller.door)
     try:
         gateway.wait_admitted(WAIT_S)
         wait_until(lambda: any(isinstance(e, FromPeer) and isinstance(e.body, Heartbeat) for e in list(heard)))
@@ -368,8 +371,8 @@ def test_a_rejection_says_which_fields_differ() -> None:
         differences = {"page_size": f"{member.fingerprint['page_size']} != 16"}
         return Reject(protocol_version=PROTOCOL_VERSION, reason="layouts differ", differences=differences)
 
-    controller = StandInController(KEYS, refuse)
-    decode = Worker("decode-0", "decode", 11, io_config("zmq"), KEYS, controller.address)
+    controller = StandInController(True, refuse)
+    decode = Worker("decode-0", "decode", 11, io_config("zmq"), controller.door)
     try:
         with pytest.raises(NotAdmitted, match=r"^layouts differ \(page_size: 4 != 16\)$"):
             decode.io.wait_admitted(WAIT_S)
@@ -380,11 +383,11 @@ def test_a_rejection_says_which_fields_differ() -> None:
 
 
 def test_a_process_whose_seat_was_given_to_another_ends(controller: StandInController) -> None:
-    decode = Worker("decode-0", "decode", 11, io_config("zmq"), KEYS, controller.address)
-    successor = Mesh(Stamp(WorkerId("controller"), 2, Epoch(3)), "127.0.0.1", KEYS)
+    decode = Worker("decode-0", "decode", 11, io_config("zmq"), controller.door)
+    successor = Mesh(Stamp(WorkerId("controller"), 2, Epoch(3)), "127.0.0.1", controller.keys)
     try:
         decode.io.wait_admitted(WAIT_S)
-        successor.connect(decode.stamp.worker, decode.io.member.address)
+        successor.connect(decode.stamp.worker, decode.io.member.address, decode.io.member.key)
         refusal = Reject(protocol_version=PROTOCOL_VERSION, reason="superseded", differences={})
         successor.send(decode.stamp.worker, decode.stamp.epoch, refusal)
         assert decode.fatal.wait(WAIT_S)
@@ -395,13 +398,15 @@ def test_a_process_whose_seat_was_given_to_another_ends(controller: StandInContr
 
 def test_a_controller_that_moved_is_told_and_believed(controller: StandInController) -> None:
     decode, prefill = start_pair("zmq", controller)
-    moved = Mesh(Stamp(WorkerId("controller"), 2, Epoch(3)), "127.0.0.1", KEYS)
+    keys = KeyPair.generate()
+    moved = Mesh(Stamp(WorkerId("controller"), 2, Epoch(3)), "127.0.0.1", keys)
+    moved.allow = OpenDoor()
     try:
-        decode.io.set_controller(moved.address)
+        decode.io.set_controller(ControllerDoor(moved.address, keys.public))
         heard: list[Frame] = []
         wait_until(lambda: heard.extend(moved.poll(0.01)) or bool(heard))
         assert {(frame.src, type(frame.body)) for frame in heard} == {(decode.stamp, Heartbeat)}
-        moved.connect(decode.stamp.worker, decode.io.member.address)
+        moved.connect(decode.stamp.worker, decode.io.member.address, decode.io.member.key)
         moved.send(decode.stamp.worker, decode.stamp.epoch, Membership(version=7, members=(decode.io.member,)))
         decode.events.wait_view(lambda view: view.version == 7)
         # the earlier controller still talks; nobody listens
@@ -414,7 +419,7 @@ def test_a_controller_that_moved_is_told_and_believed(controller: StandInControl
 
 
 def test_a_bug_in_the_thread_is_reported_once_and_ends_it(controller: StandInController) -> None:
-    worker = Worker("decode-0", "decode", 11, io_config("zmq"), KEYS, controller.address)
+    worker = Worker("decode-0", "decode", 11, io_config("zmq"), controller.door)
     worker.io.post("no command at all")
     assert worker.fatal.wait(WAIT_S)
     assert worker.io.stop(WAIT_S)
@@ -423,7 +428,7 @@ def test_a_bug_in_the_thread_is_reported_once_and_ends_it(controller: StandInCon
 def test_an_address_that_is_not_ours_is_a_config_error() -> None:
     config = ClusterConfig(bind_host="203.0.113.7")
     with pytest.raises(ConfigError, match="bind_host"):
-        IoThread(Stamp(WorkerId("x"), 1, Epoch(2)), "decode", config, None, KEYS, print)
+        IoThread(Stamp(WorkerId("x"), 1, Epoch(2)), "decode", config, None, None, print)
 
 
 def bytes_in(worker: Worker, lane: str) -> int:

@@ -137,7 +137,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def handle(controller: FakeController, run_dir: str = "/nowhere", owns_ray: bool = False) -> ClusterHandle:
-    plan = ClusterPlan(config=ClusterConfig(), keys=None, run_dir=run_dir, seats=(), class_paths={}, launched_at_ms=0)
+    plan = ClusterPlan(config=ClusterConfig(), run_dir=run_dir, seats=(), class_paths={}, launched_at_ms=0)
     return ClusterHandle(plan, controller, owns_ray)
 
 

@@ -30,17 +30,16 @@ from baton.transfer import io, stalls
 from baton.transfer.api import SinkCommitted, SinkFailed
 from baton.transfer.lanes import Lanes
 from baton.transfer.link import CLEARLY_FASTER, Chosen, LaneStatus, LaneView, choose_lane
-from baton.transfer.mesh import ClusterKeys, Mesh
+from baton.transfer.mesh import Mesh
 from baton.transfer.transports.base import Bytes, Ended
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 
-KEYS = ClusterKeys.generate()
 UP = LaneStatus.UP
 
 
 @pytest.fixture
 def controller() -> Iterator[StandInController]:
-    running = StandInController(KEYS)
+    running = StandInController(True)
     yield running
     running.close()
 
@@ -85,8 +84,8 @@ def wait_until(done: Callable[[], bool]) -> bool:
 
 
 def start(config: ClusterConfig, controller: StandInController, **more: object) -> tuple[Worker, Worker]:
-    decode = Worker("decode-0", "decode", 11, config, KEYS, controller.address, kv=FULL_KV, **more)  # type: ignore[arg-type]
-    prefill = Worker("prefill-0", "prefill", 22, config, KEYS, controller.address, kv=FULL_KV, fill=5, **more)  # type: ignore[arg-type]
+    decode = Worker("decode-0", "decode", 11, config, controller.door, kv=FULL_KV, **more)  # type: ignore[arg-type]
+    prefill = Worker("prefill-0", "prefill", 22, config, controller.door, kv=FULL_KV, fill=5, **more)  # type: ignore[arg-type]
     decode.events.wait_view(lambda view: isinstance(view, MembershipView) and len(view.members) == 2)
     return decode, prefill
 

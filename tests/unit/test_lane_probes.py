@@ -9,13 +9,12 @@ import pytest
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import Probe
 from baton.transfer.lane_probes import MOST_SERVED, PROBE_BYTES, PROBE_TIMEOUT_S
-from baton.transfer.mesh import ClusterKeys
-from baton.transfer.testing_ends import End, EndSpec, pump, small_config
+from baton.transfer.testing_ends import End, EndKeys, EndSpec, pump, small_config
 
 
 @pytest.mark.parametrize(("lane", "nbytes"), [("tcp", PROBE_BYTES), ("zmq", small_config("zmq").region_bytes)])
 def test_a_probe_that_its_peer_forgets_is_given_up(lane: str, nbytes: int) -> None:
-    source = End(EndSpec("source", 8, lane, ClusterKeys.generate(), small_config(lane), fill=1))
+    source = End(EndSpec("source", 8, lane, EndKeys.generate(), small_config(lane), fill=1))
     try:
         now = time.monotonic()
         for number in range(MOST_SERVED):

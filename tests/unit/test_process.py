@@ -150,6 +150,7 @@ from baton.common.config import ClusterConfig
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.transfer.actor import ProcessActor
 from baton.transfer.io import IoThread
+from baton.transfer.keys import ControllerDoor
 from baton.transfer.process import ProcessSpec
 
 class Loads:
@@ -164,7 +165,7 @@ def delivered(event):
     pass
 
 class Actor(ProcessActor):
-    def make_process(self, spec):
+    def make_process(self, spec, keys):
         return Loads()
 
     def _say(self, step):
@@ -177,8 +178,7 @@ Actor(
         worker=WorkerId("gateway-0"),
         role="gateway",
         incarnation=1,
-        controller_address="tcp://127.0.0.1:9",
-        keys=None,
+        controller=ControllerDoor("tcp://127.0.0.1:9"),
         config=ClusterConfig(),
         cores=(),
         run_dir=sys.argv[1],

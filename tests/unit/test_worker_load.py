@@ -18,9 +18,11 @@ from baton.common.ids import WorkerId
 from baton.common.kv.layout import KvLayout
 from baton.common.native import built
 from baton.transfer.copying import LIBRARY
+from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.process import ProcessSpec
 from baton.transfer.worker import WorkerProcess
 
+KEYS = KeyPair.generate()
 LAYOUTS = [KvLayout(16, window=64), KvLayout(16, state=True), KvLayout(16, full=False, window=64)]
 
 
@@ -29,8 +31,7 @@ def spec_with(tiers: TiersConfig, run_dir: Path) -> ProcessSpec:
         worker=WorkerId("decode-0"),
         role="decode",
         incarnation=1,
-        controller_address="tcp://127.0.0.1:1",
-        keys=None,
+        controller=ControllerDoor("tcp://127.0.0.1:1"),
         config=ClusterConfig(model=ModelConfig(model="fake"), kv=KvConfig(tiers=tiers)),
         cores=(),
         run_dir=str(run_dir),
@@ -47,7 +48,7 @@ def load(layout: KvLayout, tiers: TiersConfig, run_dir: Path) -> None:
     def runner(spec: ProcessSpec, say: Callable[[str], None]) -> ModelRunner:
         return fake_runner(dict.fromkeys(layout.components, 33), 16, layout=layout)
 
-    WorkerProcess(spec_with(tiers, run_dir), no_core, 8, 64, runner, has_tiers=True).load(lambda step: None)
+    WorkerProcess(spec_with(tiers, run_dir), KEYS, no_core, 8, 64, 0.0, runner, has_tiers=True).load(lambda step: None)
 
 
 class _LoadedSoFarError(Exception):
@@ -65,7 +66,7 @@ def test_copies_are_compiled_before_anybody_counts_heartbeats(tmp_path: Path, mo
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
     said: list[str] = []
-    worker = WorkerProcess(spec_with(TiersConfig(), tmp_path), no_core, 8, 64, runner, has_tiers=False)
+    worker = WorkerProcess(spec_with(TiersConfig(), tmp_path), KEYS, no_core, 8, 64, 0.0, runner, has_tiers=False)
     with pytest.raises(_LoadedSoFarError):
         worker.load(said.append)
     assert said == ["compiling the page copies (once; about two seconds)"]

@@ -11,12 +11,13 @@ Rules that every transport keeps, and `baton.transfer.testing` checks:
 - A receive ends by itself when its peer dies. A send ends by then, or when it is cancelled: it reads memory that is
   kept until it ends, so nothing is lost by waiting.
 - `cancel` asks for an end; the end is reported by `poll`. Cancelling what has ended is harmless.
-- A transport proves who its peer is before a byte is exchanged (`LinkUp`); a peer without the cluster's keys never is.
+- A transport proves who its peer is before a byte is exchanged (`LinkUp`); one that is not on the allow-list never is.
 - All calls come from one owner thread; none of them waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,8 @@ from baton.common.messages import LaneAddress
 Bytes = npt.NDArray[np.uint8]
 UnitIds = npt.NDArray[np.int32]
 """Rows of a pool as what travels (`staging.unit_rows`): pages, or pieces of states."""
+SecretWith = Callable[[Stamp], bytes | None]
+"""What this process and a peer share and nobody else knows; None: that is no member. From any thread."""
 WakeSource = int | zmq.Socket[bytes]
 """A descriptor or ZMQ socket that becomes readable when `poll` has something to report."""
 

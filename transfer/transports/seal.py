@@ -1,8 +1,9 @@
-"""Messages of a fixed size that only members of the cluster can make: how lanes that have no authentication of their
-own begin a connection.
+"""Messages of a fixed size that only the two processes of a pair can make: how lanes that have no authentication of
+their own begin a connection.
 
-Owns the format: an HMAC, the length of the body, the body, zeros. Never: what is said in it, or what makes a copy of an
-earlier message worthless (nonces, and what was said `before`, are the lanes' own).
+Owns the format: an HMAC, the length of the body, the body, zeros. Never: what is said in it, what two processes share
+(`allow_list.PairSecrets`), or what makes a copy of an earlier message worthless (nonces, and what was said `before`,
+are the lanes' own).
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ _LENGTH = struct.Struct("<H")
 
 
 class Seal:
-    """`secret`: ClusterKeys.data_secret; "" is a cluster without keys, where everybody can make any message. No message
-    of one lane is ever taken for one of another."""
+    """`secret`: what the two share; b"" is a cluster without keys, where everybody can make any message. No message of
+    one lane is ever taken for one of another."""
 
-    def __init__(self, secret: str, lane: str, nbytes: int) -> None:
-        self._key = bytes.fromhex(secret)
+    def __init__(self, lane: str, nbytes: int) -> None:
         self._lane = lane
         self._nbytes = nbytes
 
-    def close(self, kind: str, body: bytes, before: bytes = b"") -> bytes:
+    def close(self, secret: bytes, kind: str, body: bytes, before: bytes = b"") -> bytes:
         """A message of `nbytes`. `before`: all that was said on this connection until now; the seal covers it too."""
-        message = self._mac(kind, body, before) + _LENGTH.pack(len(body)) + body
+        message = self._mac(secret, kind, body, before) + _LENGTH.pack(len(body)) + body
         assert len(message) <= self._nbytes, f"a {kind} of {len(body)} bytes"
         return message.ljust(self._nbytes, b"\0")
 
-    def open(self, kind: str, message: bytes, before: bytes = b"") -> bytes:
-        """The body, or b"": not made by a member, or for another place."""
+    def claims(self, message: bytes) -> bytes:
+        """The body, whoever made it: who that seems to be tells under which secret to `open` it."""
         (length,) = _LENGTH.unpack_from(message, _MAC_BYTES)
-        body = message[_MAC_BYTES + _LENGTH.size :][:length]
-        return body if hmac.compare_digest(message[:_MAC_BYTES], self._mac(kind, body, before)) else b""
+        return message[_MAC_BYTES + _LENGTH.size :][:length]
 
-    def _mac(self, kind: str, body: bytes, before: bytes) -> bytes:
+    def open(self, secret: bytes, kind: str, message: bytes, before: bytes = b"") -> bytes:
+        """The body, or b"": not made by who has the secret, or for another place."""
+        body = self.claims(message)
+        return body if hmac.compare_digest(message[:_MAC_BYTES], self._mac(secret, kind, body, before)) else b""
+
+    def _mac(self, secret: bytes, kind: str, body: bytes, before: bytes) -> bytes:
         place = f"{self._lane} {kind}".encode() + struct.pack("<I", len(before))
-        return hmac.digest(self._key, place + before + body, hashlib.sha256)
+        return hmac.digest(secret, place + before + body, hashlib.sha256)

@@ -9,8 +9,8 @@ kernel copies into the pages that are open at that moment, so `cancel` is immedi
 half there the rest is read into scrap memory; one that is half sent is filled up with zeros, and the receiver is told
 that it is spoiled. Other regions on the connection do not notice.
 
-Both ends prove that they have the cluster's secret (`tcp_parts`). What follows is neither encrypted nor signed: for
-networks that are yours, as `ucx`; `zmq` is the lane that encrypts.
+Both ends prove that they are the two members that they say (`tcp_parts`). What follows is neither encrypted nor signed:
+for networks that are yours, as `ucx`; `zmq` is the lane that encrypts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, Rows, TransportEvent, Watcher
+from baton.transfer.transports.base import Bytes, Rows, SecretWith, TransportEvent, Watcher
 from baton.transfer.transports.tcp_connections import Connections
 from baton.transfer.transports.tcp_parts import Prover, RegionMemory
 from baton.transfer.transports.tcp_receiver import TcpReceiver
@@ -33,7 +33,7 @@ TURN_S = 0.002
 
 class TcpTransport:
     """See DirectTransport. `pools` are uint8 [units, bytes of one], each one block; they must outlive the transport.
-    `secret` is ClusterKeys.data_secret. Raises ConfigError when it cannot listen on `bind_host`."""
+    Raises ConfigError when it cannot listen on `bind_host`."""
 
     lane = "tcp"
 
@@ -42,14 +42,17 @@ class TcpTransport:
         stamp: Stamp,
         watcher: Watcher,
         bind_host: str,
-        secret: str,
+        secret_with: SecretWith,
         pools: Mapping[Component, Bytes],
         streams: int,
     ) -> None:
         self._watcher = watcher
         self._connections = Connections()
         self._events: list[TransportEvent] = []
-        prover, memory = Prover(stamp, secret), {component: RegionMemory(pool) for component, pool in pools.items()}
+        prover, memory = (
+            Prover(stamp, secret_with),
+            {component: RegionMemory(pool) for component, pool in pools.items()},
+        )
         self._source = TcpSource(prover, self._connections, memory, bind_host, self._report)
         self._receiver = TcpReceiver(prover, self._connections, memory, streams, self._report)
         watcher.register(self._connections.fileno())

@@ -2,9 +2,9 @@
 and to. Owns no connection.
 
 A connection begins with three messages of PROOF_BYTES: Hello (receiver: who I am, whom I mean, a nonce), Welcome
-(source: who I am, a nonce) and Proof. Each carries an HMAC of itself and all that was said before, under the cluster's
-data secret: so both ends know that the other one has the secret now, and that they mean each other. What follows are
-frames of FRAME_BYTES: ASK and DROP from the receiver; from the source DATA, as many bytes as it says, and END.
+(source: who I am, a nonce) and Proof. Each carries an HMAC of itself and all that was said before, under what the two
+processes share: so both ends know that the other one is who it says, now, and that they mean each other. What follows
+are frames of FRAME_BYTES: ASK and DROP from the receiver; from the source DATA, as many bytes as it says, and END.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from baton.common.config import MAX_TCP_STREAMS
 from baton.common.ids import Stamp
-from baton.transfer.transports.base import Bytes, Rows
+from baton.transfer.transports.base import Bytes, Rows, SecretWith
 from baton.transfer.transports.seal import Seal
 
 PROOF_BYTES = 512
@@ -42,6 +42,10 @@ _PADDING = memoryview(bytes(1 << 16))
 
 class Gone(Exception):
     """The connection is over, or what came over it makes no sense."""
+
+
+class NotListed(Gone):
+    """It says that it is somebody who is no member; perhaps not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +77,49 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Prover:
-    """Makes and checks the first messages of a connection. `secret`: ClusterKeys.data_secret; "" is a cluster without
-    keys, where everybody can prove anything."""
+    """Makes and checks the first messages of a connection. Raises Gone for a peer that is no member, now."""
 
-    def __init__(self, stamp: Stamp, secret: str) -> None:
+    def __init__(self, stamp: Stamp, secret_with: SecretWith) -> None:
         self._stamp = stamp
-        self._seal = Seal(secret, "tcp", PROOF_BYTES)
+        self._secret_with = secret_with
+        self._seal = Seal("tcp", PROOF_BYTES)
 
     def hello(self, peer: Stamp, stream: int) -> bytes:
         body = msgspec.msgpack.encode(Hello(self._stamp, peer, stream, secrets.token_bytes(16)))
-        return self._seal.close("hello", body)
+        return self._seal.close(self._secret(peer), "hello", body)
 
     def read_hello(self, hello: bytes) -> Hello:
-        """Raises Gone: the sender has no secret, means somebody else, or asks for too much."""
+        """Raises Gone: the sender is not who it says, means somebody else, or asks for too much; NotListed."""
         with contextlib.suppress(msgspec.DecodeError):
-            heard = msgspec.msgpack.decode(self._seal.open("hello", hello), type=Hello)
-            if heard.meant_for == self._stamp and 0 <= heard.stream < MAX_TCP_STREAMS:
+            heard = msgspec.msgpack.decode(self._seal.claims(hello), type=Hello)
+            proven = bool(self._seal.open(self._secret(heard.stamp), "hello", hello))
+            if proven and heard.meant_for == self._stamp and 0 <= heard.stream < MAX_TCP_STREAMS:
                 return heard
         raise Gone("a stranger called")
 
-    def welcome(self, hello: bytes) -> bytes:
+    def welcome(self, peer: Stamp, hello: bytes) -> bytes:
         body = msgspec.msgpack.encode(Welcome(self._stamp, secrets.token_bytes(16)))
-        return self._seal.close("welcome", body, hello)
+        return self._seal.close(self._secret(peer), "welcome", body, hello)
 
     def proof(self, peer: Stamp, hello: bytes, welcome: bytes) -> bytes:
         """The receiver's answer to what `peer` seems to have said. Raises Gone: it was not `peer`."""
+        secret = self._secret(peer)
         with contextlib.suppress(msgspec.DecodeError):
-            heard = msgspec.msgpack.decode(self._seal.open("welcome", welcome, hello), type=Welcome)
+            heard = msgspec.msgpack.decode(self._seal.open(secret, "welcome", welcome, hello), type=Welcome)
             if heard.stamp == peer:
-                return self._seal.close("proof", b"", hello + welcome)
+                return self._seal.close(secret, "proof", b"", hello + welcome)
         raise Gone("the peer could not prove who it is")
 
-    def check_proof(self, hello: bytes, welcome: bytes, proof: bytes) -> None:
+    def check_proof(self, peer: Stamp, hello: bytes, welcome: bytes, proof: bytes) -> None:
         """Raises Gone: the hello was a copy of another one."""
-        if not hmac.compare_digest(proof, self._seal.close("proof", b"", hello + welcome)):
+        if not hmac.compare_digest(proof, self._seal.close(self._secret(peer), "proof", b"", hello + welcome)):
             raise Gone("a stranger called")
+
+    def _secret(self, peer: Stamp) -> bytes:
+        secret = self._secret_with(peer)
+        if secret is None:
+            raise NotListed("a stranger called")
+        return secret
 
 
 class Vectors:

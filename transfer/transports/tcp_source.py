@@ -7,6 +7,7 @@ so nothing reads the pages of a region that was given up; the receiver gets zero
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -27,6 +28,7 @@ from baton.transfer.transports.tcp_parts import (
     FRAME_BYTES,
     PROOF_BYTES,
     Gone,
+    NotListed,
     Prover,
     RegionMemory,
     TcpFrame,
@@ -146,6 +148,7 @@ class TcpSource:
 
     def turn_away_late(self, now: float) -> None:
         """Those that prove nothing. To be called with every turn."""
+        self._greet_early()
         if now < self._late_check_s:
             return
         self._late_check_s = now + LATE_CHECK_S
@@ -198,21 +201,33 @@ class TcpSource:
         """Answers the hello when it is there, and believes it when the proof is there too."""
         if not caller.hello:
             caller.hello = caller.wire.take(PROOF_BYTES) or b""
-            if caller.hello:
-                self._prover.read_hello(caller.hello)
-                caller.welcome = self._prover.welcome(caller.hello)
-                caller.wire.say(caller.welcome)
-        proof = caller.wire.take(PROOF_BYTES) if caller.hello else None
+            self._greet(caller)
+        proof = caller.wire.take(PROOF_BYTES) if caller.welcome else None
         if proof is None:
             return
-        self._prover.check_proof(caller.hello, caller.welcome, proof)
-        hello = self._prover.read_hello(caller.hello)
+        hello = self._prover.read_hello(caller.hello)  # anew: who said it may not be a member any more
+        self._prover.check_proof(hello.stamp, caller.hello, caller.welcome, proof)
         self._unproven.remove(caller)
         old = self._callers.get((hello.stamp, hello.stream))
         if old is not None:
             self._close_caller(old, "connected anew", peer_lost=True)
         caller.peer, caller.number = hello.stamp, hello.stream
         self._callers[hello.stamp, hello.stream] = caller
+
+    def _greet(self, caller: _Caller) -> None:
+        """News of a new member do not reach all at the same time: who is none yet may wait, as long as for a proof."""
+        if caller.hello and not caller.welcome:
+            with contextlib.suppress(NotListed):
+                claimed = self._prover.read_hello(caller.hello)
+                caller.welcome = self._prover.welcome(claimed.stamp, caller.hello)
+                caller.wire.say(caller.welcome)
+
+    def _greet_early(self) -> None:
+        for caller in list(self._unproven):
+            try:
+                self._greet(caller)
+            except Gone as gone:
+                self._on_gone(caller, str(gone))
 
     def _on_gone(self, caller: _Caller, reason: str) -> None:
         if caller.peer is None:

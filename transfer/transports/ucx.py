@@ -5,8 +5,8 @@ one-sided access to memory of a peer, or a listener (UCX would open it on every 
 addresses, which travel with the encrypted membership.
 
 UCX knows no passwords and does not encrypt: use it on a network that is yours. Whoever wants a region must first prove
-that it has the cluster's secret (HMAC over a fresh nonce, both ways); the source makes no endpoint for anybody else,
-and tags of regions are only known to those who got them over the encrypted control plane.
+that it is the member that it says (HMAC over a fresh nonce under what the two share, both ways); the source makes no
+endpoint for anybody else, and tags of regions are only known to those who got them over the encrypted control plane.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.common import env
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, LinkDown, TransportEvent, Watcher
+from baton.transfer.transports.base import Bytes, LinkDown, SecretWith, TransportEvent, Watcher
 from baton.transfer.transports.ucx_loop import CLOSE_TIMEOUT_S, UcxLoop
 from baton.transfer.transports.ucx_parts import Ucxx
 
@@ -42,11 +42,11 @@ def why_unavailable() -> str:
 
 
 class UcxTransport:
-    """See StagedTransport. Raises ConfigError when UCX cannot start. `secret` is ClusterKeys.data_secret."""
+    """See StagedTransport. Raises ConfigError when UCX cannot start."""
 
     lane = "ucx"
 
-    def __init__(self, stamp: Stamp, watcher: Watcher, bind_host: str, secret: str) -> None:
+    def __init__(self, stamp: Stamp, watcher: Watcher, bind_host: str, secret_with: SecretWith) -> None:
         env.tune_ucx(_interface_of(bind_host))
         self._watcher = watcher
         self._events: deque[TransportEvent] = deque()
@@ -54,7 +54,7 @@ class UcxTransport:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         started: Started = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(started, stamp, secret)), name="ucx", daemon=True
+            target=lambda: asyncio.run(self._main(started, stamp, secret_with)), name="ucx", daemon=True
         )
         self._thread.start()
         try:
@@ -127,14 +127,14 @@ class UcxTransport:
         self._crashed = error
         os.eventfd_write(self._wake_fd, 1)
 
-    async def _main(self, started: Started, stamp: Stamp, secret: str) -> None:
+    async def _main(self, started: Started, stamp: Stamp, secret_with: SecretWith) -> None:
         try:
             ucxx = Ucxx()
         except ImportError as error:
             started.set_exception(ConfigError("transfer.lanes", "ucx", f"ucxx cannot be imported: {error}"))
             return
         try:
-            ucx = UcxLoop(ucxx, stamp, secret, self._report, self._crash)
+            ucx = UcxLoop(ucxx, stamp, secret_with, self._report, self._crash)
         except ucxx.error as error:
             started.set_exception(ConfigError("transfer.lanes", "ucx", f"UCX does not start: {error}"))
             return

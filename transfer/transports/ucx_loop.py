@@ -21,7 +21,17 @@ import numpy.typing as npt
 
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
-from baton.transfer.transports.base import TAG_TAKEN, Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent
+from baton.transfer.transports.base import (
+    TAG_TAKEN,
+    Bytes,
+    Ended,
+    LinkDown,
+    LinkUp,
+    Received,
+    SecretWith,
+    Sent,
+    TransportEvent,
+)
 from baton.transfer.transports.ucx_parts import DOOR_BYTES, Door, Endpoint, Hello, Ucxx, Welcome
 
 CLOSE_TIMEOUT_S = 10.0
@@ -32,6 +42,8 @@ _DROP_BIT = 1 << 63
 _CANCEL_TIMEOUT_S = 2.0
 _ABORT_NS = 10**9
 _MAX_ASKED = 1 << 16
+_HELLO_AGAIN_S = 0.5
+"""A source that does not know this process as a member yet says nothing."""
 
 _log = EventLog("baton.transfer")
 
@@ -56,6 +68,7 @@ class _Caller:
     peer: Stamp
     endpoint: Endpoint
     ask_tag: int
+    nonce: bytes  # of its hello
     asked: dict[int, None] = field(default_factory=dict)
 
 
@@ -73,13 +86,13 @@ class UcxLoop:
         self,
         ucxx: Ucxx,
         stamp: Stamp,
-        secret: str,
+        secret_with: SecretWith,
         report: Callable[[TransportEvent], None],
         crash: Callable[[BaseException | None], None],
     ) -> None:
         self._ucxx = ucxx
         self._stamp = stamp
-        self._door = Door(secret)
+        self._door = Door(secret_with)
         self._report = report
         self._crash = crash
         self._context = ucxx.new_context()
@@ -183,8 +196,14 @@ class UcxLoop:
                 endpoint.abort(period=_ABORT_NS)
                 return
             link.endpoint = endpoint
-            hello = self._door.close(Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce))
-            await asyncio.gather(self._post(endpoint, reply, reply_tag), self._push(endpoint, hello, door))
+            hello = self._door.close(
+                link.peer, Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce)
+            )
+            posted = asyncio.ensure_future(self._post(endpoint, reply, reply_tag))
+            while not posted.done() and self._links.get(link.peer) is link:
+                await self._push(endpoint, hello, door)
+                await asyncio.wait({posted}, timeout=_HELLO_AGAIN_S)
+            await posted
         except self._ucxx.error as error:
             self._break(link, f"cannot connect: {error}")
             return
@@ -271,7 +290,9 @@ class UcxLoop:
                 return
             hello = self._door.open(sealed, Hello)
             if hello is not None and hello.meant_for == self._stamp.epoch:
-                self._start(self._welcome(hello))
+                old = self._callers.get(hello.stamp)
+                if old is None or old.nonce != hello.nonce:  # else it was said again before the welcome had come
+                    self._start(self._welcome(hello))
             else:
                 self.stray += 1
                 _log.warning("ucx_stranger")
@@ -290,10 +311,10 @@ class UcxLoop:
             old = self._callers.get(hello.stamp)
             if old is not None:
                 self._forget_caller(old)
-            caller = _Caller(hello.stamp, endpoint, _new_tag())
+            caller = _Caller(hello.stamp, endpoint, _new_tag(), hello.nonce)
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))
-            welcome = self._door.close(Welcome(self._stamp, hello.nonce, caller.ask_tag))
+            welcome = self._door.close(hello.stamp, Welcome(self._stamp, hello.nonce, caller.ask_tag))
             await self._push(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
             _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))

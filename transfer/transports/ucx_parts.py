@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.ids import Stamp
-from baton.transfer.transports.base import Bytes
+from baton.transfer.transports.base import Bytes, SecretWith
 from baton.transfer.transports.seal import Seal
 
 DOOR_BYTES = 8192
@@ -99,15 +99,23 @@ MessageT = TypeVar("MessageT", Hello, Welcome)
 class Door:
     """The first messages of two peers, sealed, as UCX wants memory."""
 
-    def __init__(self, secret: str) -> None:
-        self._seal = Seal(secret, "ucx", DOOR_BYTES)
+    def __init__(self, secret_with: SecretWith) -> None:
+        self._secret_with = secret_with
+        self._seal = Seal("ucx", DOOR_BYTES)
 
-    def close(self, message: Hello | Welcome) -> Bytes:
-        sealed = self._seal.close(type(message).__name__, msgspec.msgpack.encode(message))
+    def close(self, peer: Stamp, message: Hello | Welcome) -> Bytes:
+        """For `peer`. Of one that is no member any more nobody can read it."""
+        secret = self._secret_with(peer)
+        body = msgspec.msgpack.encode(message) if secret is not None else b""
+        sealed = self._seal.close(secret or b"", type(message).__name__, body)
         return np.frombuffer(sealed, dtype=np.uint8).copy()
 
     def open(self, sealed: Bytes, kind: type[MessageT]) -> MessageT | None:
-        """None: no member said that."""
+        """None: no member said that, or not the one that it names."""
+        message = sealed.tobytes()
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.msgpack.decode(self._seal.open(kind.__name__, sealed.tobytes()), type=kind)
+            claimed = msgspec.msgpack.decode(self._seal.claims(message), type=kind)
+            secret = self._secret_with(claimed.stamp)
+            if secret is not None and self._seal.open(secret, kind.__name__, message):
+                return claimed
         return None

@@ -1,11 +1,12 @@
-"""The lane that always works: regions as ZMQ messages over TCP, encrypted with the cluster's keys (CURVE).
+"""The lane that always works: regions as ZMQ messages over TCP, encrypted with the keys of the two processes (CURVE).
 
 Owns: one bound ROUTER that answers, and one DEALER per peer that asks. Never: a write into memory of the caller: a
 region arrives in memory of libzmq's, which goes to the caller with `Received`; so a receive can be given up at once.
 
 On the wire, receiver to source: HELLO(own stamp, epoch of the process meant), ASK(tag), DROP(tag). Source to receiver:
 WELCOME(own stamp), DATA(tag, payload). An ASK may come before its `send`; it waits there until DROP. ROUTER_MANDATORY:
-a message that cannot be sent is an error that we hear of, not a message less.
+a message that cannot be sent is an error that we hear of, not a message less. Whoever asks is asked for its key each
+time: a region goes to the process that it was made ready for, for as long as that is a member.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
-from baton.transfer.mesh import Mesh, bind_to, connect_to, secure_client, secure_server, set_socket_options
+from baton.transfer.mesh import (
+    Mesh,
+    bind_to,
+    connect_to,
+    key_of,
+    secure_client,
+    secure_server,
+    set_socket_options,
+)
 from baton.transfer.transports.base import TAG_TAKEN, Bytes, Ended, LinkDown, LinkUp, Received, Sent, TransportEvent
 
 _HELLO, _ASK, _DROP, _WELCOME, _DATA = b"H", b"A", b"X", b"W", b"D"
@@ -95,9 +104,9 @@ class ZmqTransport:
         self.close_link(peer)
         socket = self._mesh.context.socket(zmq.DEALER)
         set_socket_options(socket, _HIGH_WATER_MESSAGES, self._max_bytes)
-        secure_client(socket, self._mesh.keys)
+        secured = secure_client(socket, self._mesh.keys, self._mesh.allow.key_of(peer))
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        if not connect_to(socket, str(address.address.get("tcp"))):
+        if not secured or not connect_to(socket, str(address.address.get("tcp"))):
             _close(socket, monitor)
             self._events.append(LinkDown(peer, "its address makes no sense"))
             return
@@ -112,6 +121,8 @@ class ZmqTransport:
             self._drop(link, "link closed", peer_lost=False)
         for receiver, tag in [key for key in self._asks if key[0] == peer]:
             del self._asks[receiver, tag]
+        for caller in [caller for caller, stamp in self._callers.items() if stamp == peer]:
+            del self._callers[caller]
         for key in [key for key in self._ready if key[0] == peer]:
             self._events.append(Ended(self._ready.pop(key).op, "link closed", peer_lost=False))
 
@@ -176,26 +187,37 @@ class ZmqTransport:
     def _poll_router(self) -> None:
         for _ in range(_MESSAGES_PER_POLL):
             try:
-                caller, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                caller, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            parts = [frame.bytes for frame in frames]
             match parts:
                 case [kind, hello] if kind == _HELLO:
                     self._on_hello(caller, hello)
-                case [kind, packed] if kind in (_ASK, _DROP) and len(packed) == 8 and caller in self._callers:
-                    self._on_ask(caller, kind, int.from_bytes(packed, "little"))
+                case [kind, packed] if kind in (_ASK, _DROP) and len(packed) == 8 and self._is_caller(caller):
+                    self._on_ask(caller.bytes, kind, int.from_bytes(packed, "little"))
                 case _:
                     self.stray += 1
 
-    def _on_hello(self, caller: bytes, hello: bytes) -> None:
+    def _is_caller(self, caller: zmq.Frame) -> bool:
+        """It has said HELLO, and speaks for the same process still."""
+        stamp = self._callers.get(caller.bytes)
+        return stamp is not None and self._may_speak_for(stamp, caller)
+
+    def _may_speak_for(self, stamp: Stamp, caller: zmq.Frame) -> bool:
+        return self._mesh.keys is None or self._mesh.allow.speaks_for(key_of(caller), stamp)
+
+    def _on_hello(self, calling: zmq.Frame, hello: bytes) -> None:
         try:
             stamp, meant_for = _stamp_decoder.decode(hello)
         except msgspec.DecodeError:
             self.stray += 1
             return
-        if meant_for != self._stamp.epoch:  # for a process that sat at this address before us
+        # Meant for a process that sat at this address before us, or said in another's name.
+        if meant_for != self._stamp.epoch or not self._may_speak_for(stamp, calling):
             self.stray += 1
             return
+        caller = calling.bytes
         self._callers[caller] = stamp
         if len(self._callers) > _MAX_CALLERS:
             self._callers.popitem(last=False)
