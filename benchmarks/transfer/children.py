@@ -6,116 +6,31 @@ for ever). Never: a measurement that outlives a command.
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.messages import Hello, Member, Membership
 from baton.transfer.keys import KeyPair
 from baton.transfer.mesh import Mesh
-from benchmarks.transfer.control import Message
+from benchmarks.children import ANSWER_S, ROOT, ChildProcess, EndFailed
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-bench"
 """The environment of the peers, made by `make bench-transfer`. Libraries of Debian packages lie in its `debs`."""
-ANSWER_S = 120.0
 
 
-class EndFailed(RuntimeError):
-    """A child process went away or cannot be what it should be; says why."""
-
-
-class Child:
-    """One end. Commands are answered in order."""
+class Child(ChildProcess):
+    """One end of a leg."""
 
     def __init__(self, module: str, spec: Mapping[str, Any], *, peers: bool = False) -> None:
-        ours, theirs = socket.socketpair()
         libraries = ":".join(map(str, PEERS.glob("debs/**/x86_64-linux-gnu"))) if peers else ""
-        environment = os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | spec.get("environment", {})
+        environment = ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | spec.get("environment", {})
         python = str(PEERS / "bin/python") if peers else sys.executable
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self._process = subprocess.Popen(
-            [python, "-m", f"benchmarks.transfer.{module}", str(theirs.fileno())],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-        )
-        theirs.close()
-        ours.settimeout(ANSWER_S)
-        self._socket = ours
-        self._lines = ours.makefile("rb", buffering=0)
-        self.name = f"{module} ({spec.get('side', '')})"
-        self.pid = self._process.pid
-        self.send(spec)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> Message:
-        try:
-            line = self._lines.readline()
-        except TimeoutError:
-            raise EndFailed(f"{self.name} did not answer in {ANSWER_S:.0f} s") from None
-        if not line:
-            raise EndFailed(f"{self.name} ended: {self._last_words()}")
-        message: Message = json.loads(line)
-        if "failed" in message:
-            raise EndFailed(message["failed"])
-        return message
-
-    def ask(self, op: str, **arguments: Any) -> Message:
-        self.send({"op": op, **arguments})
-        return self.receive()
-
-    @property
-    def has_spoken(self) -> bool:
-        """An answer is there, or the process is gone: `receive` will not wait."""
-        return bool(select.select([self._socket], [], [], 0.0)[0])
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def wait_stopped(self) -> None:
-        """Until the kernel has it stopped, or it has answered instead."""
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T" and not self.has_spoken:
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self.resume()
-            try:
-                self.send({"op": "quit"})
-                self._process.wait(15.0)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                self._process.kill()
-                self._process.wait()
-        self._lines.close()
-        self._socket.close()
-        self._errors.close()
-
-    def _last_words(self) -> str:
-        self._process.kill()
-        self._process.wait()
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else f"exit status {self._process.returncode}"
+        name = f"{module} ({spec.get('side', '')})"
+        super().__init__(python, f"benchmarks.transfer.{module}", spec, environment, name=name)
 
 
 @dataclass(frozen=True)

@@ -158,13 +158,19 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
     logging.disable_progress_bar()  # `progress` tells; bars of several workers would write over one another
     source = resolve_source(spec)
     config = load_config(source, progress)
-    directory = source.path if source.kind == "directory" else _weights_dir(source, dtype, progress)
+    directory = weights_directory(spec, dtype, progress)
     progress(f"loading {source.name} ({dtype})")
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
     except (ValueError, OSError) as error:
         raise ConfigError(FIELD, str(source.path), "its weights cannot be loaded", str(error)[:200]) from error
     return model.eval()
+
+
+def weights_directory(spec: str, dtype: Dtype, progress: Progress = silent) -> Path:
+    """Where the configuration and the safetensors are that `load_model` reads. Raises ConfigError."""
+    source = resolve_source(spec)
+    return source.path if source.kind == "directory" else _weights_dir(source, dtype, progress)
 
 
 def weights_identity(spec: str) -> str:

@@ -1,0 +1,79 @@
+"""What this machine can do, measured in turn with the engines: bytes per second that are read and copied, with and
+without huge pages, and floating-point operations per second of a matrix product.
+
+Reading is a sum over the buffer by a compiled loop, which streams faster than any step can: nothing is done with the
+bytes. Sizes matter: a step's weights may lie in the last cache, a large pool does not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.engine.cases import Case
+from benchmarks.engine.child import Step, main
+
+READ_MIB = (64, 256, 512, 1024, 3072)
+GEMM = 2048
+TRIES = 3
+
+
+class Machine:
+    """A case is ignored: it always measures the same things, which come back as `extra`."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        torch.set_num_threads(len(spec["cores"]))
+        self._huge, self._small = (_buffer(READ_MIB[-1] << 20, advice) for advice in (mmap.MADV_HUGEPAGE, 15))
+        left = torch.randn(GEMM, GEMM).to(getattr(torch, spec["dtype"]))
+        self._left, self._right, self._out = left, left.T.contiguous(), torch.empty_like(left)
+        self.extra: dict[str, Any] = {}
+        self.about = "the machine itself"
+
+    def prepare(self, case: Case) -> Step:
+        return self._everything
+
+    def drop(self) -> None:
+        pass
+
+    def _everything(self) -> None:
+        half = len(self._huge) // 2
+        self.extra = {
+            "read": {mib: _rate(mib << 20, _reading(self._huge, mib << 20)) for mib in READ_MIB},
+            "read_small_pages": _rate(1 << 30, _reading(self._small, 1 << 30)),
+            "copy": _rate(2 * half, lambda: self._huge[:half].copy_(self._huge[half:])),
+            "copy_small_pages": _rate(2 * half, lambda: self._small[:half].copy_(self._small[half:])),
+            "flops": _rate(2 * GEMM**3, lambda: torch.matmul(self._left, self._right, out=self._out)),
+        }
+
+
+def _buffer(nbytes: int, advice: int) -> torch.Tensor:
+    """float32, written once. Advice 15 is MADV_NOHUGEPAGE, of which Python has no name."""
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(advice)
+    memory = torch.frombuffer(block, dtype=torch.float32)
+    return memory.fill_(1.0)
+
+
+def _reading(buffer: torch.Tensor, nbytes: int) -> Callable[[], object]:
+    """Two streams, as weights and activations are not: what reads one half also reads the other."""
+    values = buffer[: nbytes // 4]
+    half = len(values) // 2
+    return lambda: torch.dot(values[:half], values[half:])
+
+
+def _rate(amount: int, work: Callable[[], object]) -> float:
+    """Per second, the best of some tries: the machine's limit, not its mood."""
+    best_s = float("inf")
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        work()
+        best_s = min(best_s, time.perf_counter() - started)
+    return amount / best_s
+
+
+if __name__ == "__main__":
+    main(Machine)
