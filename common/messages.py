@@ -177,7 +177,8 @@ class Demand(_Value, frozen=True, kw_only=True):
 
 class Load(_Value, frozen=True, kw_only=True):
     """What a worker says of itself in each heartbeat. `step_age_s` is how long the current engine step has run:
-    health means *can finish work*, not *answers*."""
+    health means *can finish work*, not *answers*. `step_overhead_s` is what all `steps` together have spent outside of
+    the model: planning, and telling what came of it."""
 
     queued: Count = 0
     running: Count = 0
@@ -186,6 +187,7 @@ class Load(_Value, frozen=True, kw_only=True):
     queued_tokens: Count = 0
     steps: Count = 0
     step_age_s: Finite = 0.0
+    step_overhead_s: Finite = 0.0
     tokens_per_s: Finite = 0.0  # at which prompts are computed; 0: nothing was measured
     kv_seq: Count = 0  # of the newest KvEvents; 0: there were none
     draining: bool = False

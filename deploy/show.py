@@ -58,7 +58,9 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         f"{status.requests.running} running, {status.requests.queued} waiting\n",
         soft_wrap=True,
     )
-    table = make_table("Workers", "worker", "role", "state", ">running", ">queued", ">steps", ">pages available", ">of")
+    # Overhead: of a step on average, outside of the model.
+    load_columns = (">running", ">queued", ">steps", ">overhead", ">pages available", ">of")
+    table = make_table("Workers", "worker", "role", "state", *load_columns)
     for worker in status.workers:
         load = worker.load
         state = "[red]silent[/]" if worker.silent else "draining" if load.draining else "ok"
@@ -68,6 +70,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
             worker.role,
             state,
             *(str(count) for count in (load.running, load.queued, load.steps)),
+            f"{1e3 * load.step_overhead_s / load.steps:.2f} ms" if load.steps else "",
             *pages,
         )
     print_table(table, console)

@@ -88,9 +88,16 @@ def _load_families(workers: Sequence[WorkerView]) -> Iterator[Metric]:
             family.add_metric([one.worker, one.role], value(one.load))
         yield family
     steps = CounterMetricFamily("baton_worker_steps", "Steps of its engine.", labels=["worker", "role"])
+    overhead = CounterMetricFamily(
+        "baton_worker_step_overhead_seconds",
+        "What these steps have spent outside of the model.",
+        labels=["worker", "role"],
+    )
     for one in workers:
         steps.add_metric([one.worker, one.role], one.load.steps)
+        overhead.add_metric([one.worker, one.role], one.load.step_overhead_s)
     yield steps
+    yield overhead
 
 
 def _flow_families(workers: Mapping[str, WorkerMetrics]) -> Iterator[Metric]:

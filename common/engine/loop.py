@@ -1,7 +1,8 @@
 """The engine thread: feeds events to a core, runs the batches it plans, passes its effects on. The only thread that
 touches a worker's KV state.
 
-Owns: the thread, its inbox, the step counter. Never: decides anything about a request, or waits for the network.
+Owns: the thread, its inbox, the count of steps and what they take outside of the model. Never: decides anything about a
+request, or waits for the network.
 
 Inbox overflow: a peer's request-level message (`FromPeer`) is refused when `inbox_limit` of them wait (`deliver` says
 so and counts it; the peer sends again). Transfer events and membership are never refused: each is about a hand-off
@@ -121,6 +122,7 @@ class EngineLoop:
         self._load = core.load()
         self._busy_since_s: float | None = None
         self._steps = 0
+        self._step_overhead_s = 0.0
         self._unchecked = True
         self._check_due_s = float("-inf")
         self._core_idle = threading.Event()
@@ -162,7 +164,9 @@ class EngineLoop:
         """The core's load at its last step boundary, with how long the engine has been away from it."""
         busy_since_s = self._busy_since_s
         age_s = 0.0 if busy_since_s is None else max(0.0, self._clock.now() - busy_since_s)
-        return msgspec.structs.replace(self._load, steps=self._steps, step_age_s=age_s)
+        return msgspec.structs.replace(
+            self._load, steps=self._steps, step_age_s=age_s, step_overhead_s=self._step_overhead_s
+        )
 
     def trace(self, trace: EngineTrace | None) -> Future[None]:
         """From the next step on this thread is recorded, or no more."""
@@ -217,12 +221,15 @@ class EngineLoop:
             trace.planned()
         if batch is None:
             return self._idle(self._clock.now())
+        planned = self._clock.now()
         result = self._runner.collect(self._runner.launch(batch, self._on_layers))
+        computed = self._clock.now()
         if trace is not None:
             trace.computed(batch)
         self._steps += 1
         self._unchecked = True
-        self._dispatch(self._core.on_step(result, self._clock.now()))
+        self._dispatch(self._core.on_step(result, computed))
+        self._step_overhead_s += self._clock.now() - computed + planned - now
         if trace is not None:
             trace.told()
         return 0.0

@@ -6,6 +6,9 @@ penalties count the tokens so far, so a request moves to another worker without 
 inverse of the cumulative distribution at `u`, in token order. What is kept by top-k and top-p is defined by values
 alone (every token at least as likely as the last one kept stays), so ties do not depend on a sort. A row's token
 depends on no other row.
+
+Rows that are not greedy are done one after the other: a row of logits stays in the processor's cache from its maximum
+to its draw, where passes over the whole batch would fetch it from memory each time.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.common.engine.batch import NO_TOKEN, History
+from baton.common.engine.batch import I64, NO_TOKEN, History
 from baton.common.engine.guiding import TokenMask
 from baton.common.messages import SamplingParams, TokenLogprob
 
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _TOP_P_FIRST_LOOK = 256  # candidates sorted before the whole row has to be
+_GROUPS = 1024  # of tokens, whose maxima bound the best ones from below
 _NO_HISTORIES: Mapping[int, History] = {}
 _NO_MASKS: Mapping[int, TokenMask | None] = {}
 _NEVER = np.float32(-np.inf)
@@ -57,16 +63,17 @@ def sample(
     changed = _reshaped(logits, params, histories, masks)
     for row, changed_row in changed.items():
         tokens[row] = int(changed_row.numpy().argmax())
-    random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if random_rows:
-        candidates = logits[random_rows]
-        for place, row in enumerate(random_rows):
-            if row in changed:
-                candidates[place] = changed[row]
-        tokens[random_rows] = _sample_random(
-            candidates, [params[row] for row in random_rows], [output_indices[row] for row in random_rows]
-        )
-    logprobs = _logprobs(logits, tokens, params)
+    rows = logits.numpy()
+    scratch = _scratch(rows.shape[1])
+    with np.errstate(over="ignore"):  # a tiny temperature
+        for row, p in enumerate(params):
+            if p.temperature > 0:
+                own = rows[row] if row not in changed else changed[row].numpy()
+                tokens[row] = _draw(own, p, uniform(p.seed, output_indices[row]), scratch)
+        logprobs = [
+            _logprob(rows[row], int(tokens[row]), p.logprobs, scratch) if p.logprobs >= 0 else None
+            for row, p in enumerate(params)
+        ]
     chosen: list[int] = tokens.tolist()
     for row, mask in masks.items():
         if mask is None:
@@ -92,7 +99,7 @@ def _reshaped(
     return changed
 
 
-def _penalize(logits: npt.NDArray[np.float32], params: SamplingParams, history: History) -> None:
+def _penalize(logits: F32, params: SamplingParams, history: History) -> None:
     """Changes one row [vocabulary]. The formulas are those that vLLM documents: a positive logit of a token that was
     seen is divided by the repetition penalty, another one multiplied; the OpenAI penalties are subtracted, for every
     time and once."""
@@ -113,67 +120,96 @@ def _penalize(logits: npt.NDArray[np.float32], params: SamplingParams, history: 
         logits[tokens] -= np.float32(params.presence_penalty)
 
 
-def _sample_random(logits: torch.Tensor, params: list[SamplingParams], indices: list[int]) -> torch.Tensor:
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-    shifted = logits - logits.amax(dim=-1, keepdim=True)  # before dividing: a tiny temperature must not make inf - inf
-    weights = torch.exp(shifted / temperatures[:, None])
-    for row, p in enumerate(params):
-        if p.min_p > 0:  # the likeliest token weighs 1
-            weights[row].masked_fill_(weights[row] < p.min_p, 0)
-        cut = _cutoff(weights[row], p)
-        if cut > 0:
-            weights[row].masked_fill_(weights[row] < cut, 0)
-    draws = [uniform(p.seed, index) for p, index in zip(params, indices, strict=True)]
-    return _inverse_cdf(weights, torch.tensor(draws, dtype=torch.float64))
+def _scratch(vocab: int) -> F32:
+    """Room for a row's weights, in whole blocks; what is behind the vocabulary stays 0."""
+    return np.zeros(-(-vocab // _BLOCK) * _BLOCK, dtype=np.float32)
 
 
-def _cutoff(weights: torch.Tensor, params: SamplingParams) -> float:
-    """The smallest weight that top-k and then top-p keep; 0 when they keep all."""
-    vocab = len(weights)
+def _draw(logits: F32, params: SamplingParams, draw: float, scratch: F32) -> int:
+    """The token of one row [vocabulary] at `draw`, uniform in [0, 1)."""
+    top, temperature = logits.max(), np.float32(params.temperature)
+    kept = _kept(logits, top, params, scratch)
+    if kept is not None:
+        return int(kept[_inverse_cdf(np.exp((logits[kept] - top) / temperature), draw)])
+    blocks = _weights(logits, top, temperature, scratch).reshape(-1, _BLOCK)
+    ends = np.cumsum(blocks.sum(axis=-1, dtype=np.float64))
+    target = draw * ends[-1]
+    block = min(int(np.searchsorted(ends, target, side="right")), _last_positive(ends))
+    before = ends[block - 1] if block else 0.0
+    return block * _BLOCK + _inverse_cdf(blocks[block], float(target - before), total=1.0)
+
+
+def _weights(logits: F32, top: np.float32, temperature: np.float32, scratch: F32) -> F32:
+    """exp((logits - top) / temperature), in all of `scratch`. The likeliest token weighs 1."""
+    weights = scratch[: len(logits)]
+    np.subtract(logits, top, out=weights)  # before dividing: a tiny temperature must not make inf - inf
+    np.divide(weights, temperature, out=weights)
+    np.exp(weights, out=weights)
+    return scratch
+
+
+def _kept(logits: F32, top: np.float32, params: SamplingParams, scratch: F32) -> I64 | None:
+    """The tokens that min-p, top-k and then top-p keep, ascending; None: all of them."""
+    vocab, temperature = len(logits), np.float32(params.temperature)
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    floor = top + temperature * np.float32(np.log(params.min_p)) if params.min_p > 0 else _NEVER
     if params.top_p >= 1:
-        return float(torch.topk(weights, top_k).values[-1]) if top_k < vocab else 0.0
-    best = torch.topk(weights, min(top_k, _TOP_P_FIRST_LOOK)).values.double()
-    total = best.sum() if len(best) == top_k else _kept_by_top_k(weights, top_k).sum(dtype=torch.float64)
-    if len(best) < top_k and best.sum() < params.top_p * total:
-        best = torch.topk(weights, top_k).values.double()
-    enough = torch.cumsum(best, 0) >= params.top_p * total
-    return float(best[int(enough.int().argmax()) if bool(enough.any()) else -1])
+        if top_k == vocab:
+            return np.flatnonzero(logits >= floor) if params.min_p > 0 else None
+        return np.flatnonzero(logits >= max(floor, _best(logits, top_k)[-1]))
+    if top_k < vocab:
+        best = _best(logits, top_k)
+        best = best[best >= floor]
+        weights = np.exp((best - top) / temperature, dtype=np.float64)
+        return np.flatnonzero(logits >= _cutoff(best, weights, params.top_p * weights.sum()))
+    everything = _weights(logits, top, temperature, scratch)
+    total = everything.sum(dtype=np.float64) if params.min_p <= 0 else everything[:vocab][logits >= floor].sum()
+    best = _best(logits, _TOP_P_FIRST_LOOK)
+    weights = np.exp((best - top) / temperature, dtype=np.float64)
+    if weights.sum() < params.top_p * total:
+        best = np.sort(logits)[::-1]
+        weights = np.exp((best - top) / temperature, dtype=np.float64)
+    return np.flatnonzero(logits >= max(floor, _cutoff(best, weights, params.top_p * total)))
 
 
-def _kept_by_top_k(weights: torch.Tensor, top_k: int) -> torch.Tensor:
-    return torch.topk(weights, top_k).values if top_k < len(weights) else weights
+def _best(logits: F32, count: int) -> F32:
+    """The `count` largest values, descending. As many groups of tokens have a maximum that is no smaller than the
+    `count`-th largest of these maxima: nothing below it is among the best."""
+    rounds = len(logits) // _GROUPS
+    if count < _GROUPS and rounds > 1:
+        maxima = logits[: rounds * _GROUPS].reshape(rounds, _GROUPS).max(axis=0)
+        logits = logits[logits >= np.partition(maxima, -count)[-count]]
+    if count < len(logits):
+        logits = np.partition(logits, -count)[-count:]
+    return np.sort(logits)[::-1]
 
 
-def _inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Per row the first token whose cumulative weight exceeds `draw * total`. Sums are double, block by block."""
-    rows, vocab = weights.shape
-    padded = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
-    block_ends = torch.cumsum(padded.sum(dim=-1, dtype=torch.float64), dim=-1)
-    targets = draws * block_ends[:, -1]
-    block = (block_ends > targets[:, None]).int().argmax(dim=-1)
-    chosen = padded[torch.arange(rows), block].double()
-    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    inside = before[:, None] + torch.cumsum(chosen, dim=-1)
-    exceeds = (inside > targets[:, None]) & (chosen > 0)
-    last_positive = _BLOCK - 1 - (chosen.flip(-1) > 0).int().argmax(dim=-1)  # rounding may leave the target at the end
-    offset = torch.where(exceeds.any(dim=-1), exceeds.int().argmax(dim=-1), last_positive)
-    return block * _BLOCK + offset
+def _cutoff(best: F32, weights: F64, enough: float) -> np.float32:
+    """The value of the first one, from the likeliest on, with which their weight is `enough`."""
+    reached = np.cumsum(weights) >= enough
+    place: np.float32 = best[reached.argmax() if reached.any() else -1]
+    return place
 
 
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]
-) -> list[TokenLogprob | None]:
-    result: list[TokenLogprob | None] = [None] * len(params)
-    wanted = [row for row, p in enumerate(params) if p.logprobs >= 0]
-    if not wanted:
-        return result
-    scores = torch.log_softmax(logits[wanted], dim=-1)
-    best = torch.topk(scores, min(max(params[row].logprobs for row in wanted), logits.shape[1]), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    own = scores.gather(1, tokens[wanted][:, None])[:, 0].tolist()
-    for place, row in enumerate(wanted):
-        count = params[row].logprobs
-        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        result[row] = TokenLogprob(logprob=own[place], top=top)
-    return result
+def _inverse_cdf(weights: F32, draw: float, total: float = 0.0) -> int:
+    """The first place whose cumulative weight exceeds `draw` times the total, which is the sum unless given."""
+    inside = np.cumsum(weights, dtype=np.float64)
+    place = int(np.searchsorted(inside, draw * (total or inside[-1]), side="right"))
+    return min(place, _last_positive(inside))
+
+
+def _last_positive(cumulated: F64) -> int:
+    """The last place that weighs anything: rounding may leave a target at the end."""
+    return int(np.searchsorted(cumulated, cumulated[-1]))
+
+
+def _logprob(logits: F32, token: int, count: int, scratch: F32) -> TokenLogprob:
+    """Of `token`, and the `count` likeliest ones."""
+    top = logits.max()
+    log_total = float(top) + float(np.log(_weights(logits, top, np.float32(1), scratch).sum(dtype=np.float64)))
+    likeliest: list[tuple[int, float]] = []
+    if count:
+        ids = np.flatnonzero(logits >= _best(logits, min(count, len(logits)))[-1])
+        ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+        likeliest = list(zip(ids.tolist(), (logits[ids] - log_total).tolist(), strict=True))
+    return TokenLogprob(logprob=float(logits[token]) - log_total, top=tuple(likeliest))

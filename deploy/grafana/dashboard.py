@@ -70,6 +70,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Steps", "ops", (("{{worker}}", f"rate(baton_worker_steps_total{RATE})"),)),
         Panel("Age of the current step", "s", (("{{worker}}", "baton_worker_step_age_seconds"),)),
+        Panel(
+            "What a step spends outside of the model", "s",
+            ((
+                "{{worker}}",
+                f"rate(baton_worker_step_overhead_seconds_total{RATE}) / rate(baton_worker_steps_total{RATE})",
+            ),),
+            "Events, planning, telling. It grows with the running requests, and should stay small beside a step.",
+        ),
     ),
     "Hand-offs": (
         Panel(

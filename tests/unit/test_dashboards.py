@@ -39,7 +39,10 @@ def told() -> dict[str, list[tuple[dict[str, str], float]]]:
     )  # fmt: skip
     tiers = {"disk.hits": 1, "disk.damaged": 0, "disk.failed_writes": 0, "disk.used_bytes": 7}
     workers = {"decode-0": WorkerMetrics(flows=flows, slots={"send": {"free": 3}}, tiers=tiers)}
-    load = Load(running=3, queued=2, queued_tokens=50, total_pages=100, free_pages=25, steps=9, step_age_s=0.5)
+    load = Load(
+        running=3, queued=2, queued_tokens=50, total_pages=100, free_pages=25, steps=9, step_age_s=0.5,
+        step_overhead_s=0.25,
+    )  # fmt: skip
     seen = [
         WorkerView(worker="decode-0", role="decode", incarnation=1, silent=False, load=load),
         WorkerView(worker="prefill-0", role="prefill", incarnation=1, silent=True, load=Load(total_pages=10)),

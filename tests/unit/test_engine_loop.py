@@ -186,6 +186,31 @@ def test_the_age_of_a_running_step_can_be_read_from_outside() -> None:
     assert bench.loop.load().step_age_s == 0.0
 
 
+def test_what_steps_spend_outside_of_the_model_is_told() -> None:
+    clock = VirtualClock()
+
+    class SlowCore(ScriptedCore):
+        def next_batch(self, now: float) -> Batch | None:
+            clock.advance_to(clock.now() + 2.0)
+            return super().next_batch(now)
+
+        def on_step(self, result: StepResult, now: float) -> list[object]:
+            clock.advance_to(clock.now() + 3.0)
+            return super().on_step(result, now)
+
+    class SlowRunner(FakeRunner):
+        def collect(self, ticket: Ticket) -> StepResult:
+            clock.advance_to(clock.now() + 100.0)
+            return super().collect(ticket)
+
+    runner = SlowRunner(fake_runner(4, 16).memory)
+    loop = EngineLoop(SlowCore(), runner, lambda effect: None, clock, check=lambda: None)
+    for _ in range(2):
+        loop._turn(["step"])
+    loop._turn([])  # no step: idle time is none
+    assert (loop.load().steps, loop.load().step_overhead_s) == (2, 10.0)
+
+
 def test_a_deadline_wakes_a_core_that_nobody_talks_to(bench: Bench) -> None:
     def set_deadline() -> None:
         bench.core.deadline_s = MonotonicClock().now() + 0.01
