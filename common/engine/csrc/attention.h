@@ -14,8 +14,10 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "memory.h"
 #include "product.h"
 
@@ -137,7 +139,8 @@ class Attention {
           group_(args.q_heads / args.kv_heads),
           dim_(args.head_dim),
           pool_(static_cast<T*>(args.pool)),
-          partials_(partials) {}
+          partials_(partials),
+          tiled_(for_matrix_units(pool_, dim_)) {}
 
     void write_token(int64_t token) const {
         const int64_t page = a_.slots[token] / a_.page_size, offset = a_.slots[token] % a_.page_size;
@@ -153,12 +156,13 @@ class Attention {
     void attend(const Item& item) const {
         const int64_t rows = (item.q_end - item.q_begin) * group_;
         const Work work = work_memory(rows);
-        for (int64_t q = item.q_begin; q < item.q_end; ++q)
-            load_query(item.row, q, item.kv_head, work.query + (q - item.q_begin) * group_ * dim_);
+        load_queries(item, work);
         clear(work.stats, work.values, rows);
         for (int64_t key = item.key_begin; key < item.key_end;) {
             const int64_t stop = std::min(item.key_end, (key / kSpan + 1) * kSpan);
-            attend_span(item, work, key, stop);
+            clear(work.span_stats, work.span_values, rows);
+            for (int64_t block = key; block < stop; block += kKeyBlock)
+                attend_block(item, work, block, std::min(kKeyBlock, stop - block));
             for (int64_t r = 0; r < rows; ++r)
                 join(work.stats + 2 * r, work.values + r * dim_, work.span_stats + 2 * r, work.span_values + r * dim_);
             key = stop;
@@ -190,6 +194,20 @@ class Attention {
     }
 
   private:
+    // Memory of one work item: for each (query, head of the group) the query, its scores against one block, and what is
+    // summed so far, of this span and of all spans before it.
+    struct Work {
+        float *query, *scores, *keys_t, *value_block;
+        T *tile_query, *tile_weights, *tile_keys, *tile_values;  // in the place of the above
+        float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
+    };
+
+    // Rows [first_row, last_row) of an item, from query q_first on, see something of a block; its first `unseen` keys are
+    // seen by none.
+    struct Seen {
+        int64_t q_first, first_row, last_row, unseen;
+    };
+
     int64_t first_visible(int64_t position) const { return a_.first_visible(position); }
 
     T* place_in_pool(int64_t page, int64_t kind, int64_t head, int64_t offset) const {
@@ -224,14 +242,26 @@ class Attention {
         return a_.q_offsets[row + 1] - a_.kv_lens[row] + position;
     }
 
-    // The group's query heads at one position, scaled, as floats.
-    void load_query(int32_t row, int64_t position, int64_t kv_head, float* to) const {
-        const T* from = static_cast<const T*>(a_.query) + token_at(row, position) * a_.query_token;
-        for (int64_t g = 0; g < group_; ++g)
-            for (int64_t d = 0; d < dim_; d += 16)
-                store16(to + g * dim_ + d,
-                        load16(from + (kv_head * group_ + g) * a_.query_head + d) * static_cast<float>(a_.scale));
+    // The item's queries, head by head: scaled, as floats; for matrix units as they are, up to a whole tile of rows.
+    void load_queries(const Item& item, const Work& work) const {
+        for (int64_t q = item.q_begin; q < item.q_end; ++q) {
+            const T* from = static_cast<const T*>(a_.query) + token_at(item.row, q) * a_.query_token;
+            for (int64_t g = 0; g < group_; ++g) {
+                const T* head = from + (item.kv_head * group_ + g) * a_.query_head;
+                const int64_t at = ((q - item.q_begin) * group_ + g) * dim_;
+                if (tiled_) {
+                    std::copy_n(head, dim_, work.tile_query + at);
+                    continue;
+                }
+                for (int64_t d = 0; d < dim_; d += 16)
+                    store16(work.query + at + d, load16(head + d) * static_cast<float>(a_.scale));
+            }
+        }
+        const int64_t rows = (item.q_end - item.q_begin) * group_;
+        if (tiled_) std::fill(work.tile_query + rows * dim_, work.tile_query + whole_tiles(rows) * dim_, T{});
     }
+
+    static int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
     // Caps the scores, sets those outside [begin, end) to -inf, returns the maximum. `padded` is a multiple of 16.
     float mask(float* scores, int64_t begin, int64_t end, int64_t padded) const {
@@ -260,23 +290,21 @@ class Attention {
         for (int64_t d = 0; d < dim_; d += 16) store16(to + d, load16(values + d) * factor);
     }
 
-    // Memory of one work item: for each (query, head of the group) the scaled query, its scores against one block, and
-    // what is summed so far, of this span and of all spans before it.
-    struct Work {
-        float *query, *scores, *keys_t, *value_block;
-        float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
-    };
-
-    Work work_memory(int64_t rows) const {
+    Work work_memory(int64_t queries) const {
+        const int64_t rows = whole_tiles(queries);
         Work work;
-        work.query = at_least(floats_of_thread(), rows * (3 * dim_ + kKeyBlock + 4) + 2 * kKeyBlock * dim_);
+        work.query = at_least(floats_of_thread(), rows * (3 * dim_ + 2 * kKeyBlock + 4) + 2 * kKeyBlock * dim_);
         work.scores = work.query + rows * dim_;
-        work.keys_t = work.scores + rows * kKeyBlock;
+        work.keys_t = work.scores + 2 * rows * kKeyBlock;
         work.value_block = work.keys_t + kKeyBlock * dim_;
         work.span_values = work.value_block + kKeyBlock * dim_;
         work.values = work.span_values + rows * dim_;
         work.span_stats = work.values + rows * dim_;
         work.stats = work.span_stats + 2 * rows;
+        work.tile_query = reinterpret_cast<T*>(work.query);
+        work.tile_weights = reinterpret_cast<T*>(work.scores + rows * kKeyBlock);
+        work.tile_keys = reinterpret_cast<T*>(work.keys_t);
+        work.tile_values = reinterpret_cast<T*>(work.value_block);
         return work;
     }
 
@@ -285,29 +313,62 @@ class Attention {
         for (int64_t r = 0; r < rows; ++r) stats[2 * r] = kNegInf, stats[2 * r + 1] = 0;
     }
 
-    // Keys [begin, end) of one span, block by block, into span_stats and span_values.
-    void attend_span(const Item& item, const Work& work, int64_t begin, int64_t end) const {
-        clear(work.span_stats, work.span_values, (item.q_end - item.q_begin) * group_);
-        for (int64_t block = begin; block < end; block += kKeyBlock) {
-            const int64_t count = std::min(kKeyBlock, end - block);
-            const float* const* value_rows = load_block(item, block, count, work.keys_t, work.value_block);
-            // The queries that see anything of this block follow one another.
-            int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
-            while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
-            const int64_t skip = (q_first - item.q_begin) * group_, active = (q_last - q_first) * group_;
-            const int64_t width = (count + 15) / 16 * 16;
-            const int64_t unseen = std::max<int64_t>(0, first_visible(item.q_begin) - block);
-            std::fill_n(work.scores, active * kKeyBlock, 0.0f);
-            product(work.query + skip * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores, kKeyBlock);
-            for (int64_t r = 0; r < active; ++r) {
-                const int64_t q = q_first + r / group_;
-                weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
-                      std::min(count, q + 1 - block), width, work.span_stats + 2 * (skip + r),
-                      work.span_values + (skip + r) * dim_);
+    // `count` keys from `block` on, into span_stats and span_values.
+    void attend_block(const Item& item, const Work& work, int64_t block, int64_t count) const {
+        // The queries that see anything of this block follow one another.
+        int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
+        while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
+        const Seen seen{q_first, (q_first - item.q_begin) * group_, (q_last - item.q_begin) * group_,
+                        std::max<int64_t>(0, first_visible(item.q_begin) - block)};
+        if constexpr (std::is_same_v<T, bf16>) {
+            if (tiled_) {
+                attend_block_tiled(item, work, block, count, seen);
+                return;
             }
-            product(work.scores + unseen, kKeyBlock, value_rows + unseen, active, count - unseen, dim_,
-                    work.span_values + skip * dim_, dim_);
         }
+        const float* const* value_rows = load_block(item, block, count, work.keys_t, work.value_block);
+        const int64_t width = (count + 15) / 16 * 16, active = seen.last_row - seen.first_row;
+        std::fill_n(work.scores, active * kKeyBlock, 0.0f);
+        product(work.query + seen.first_row * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores,
+                kKeyBlock);
+        for (int64_t r = 0; r < active; ++r) {
+            const int64_t q = q_first + r / group_, row = seen.first_row + r;
+            weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
+                  std::min(count, q + 1 - block), width, work.span_stats + 2 * row, work.span_values + row * dim_);
+        }
+        product(work.scores + seen.unseen, kKeyBlock, value_rows + seen.unseen, active, count - seen.unseen, dim_,
+                work.span_values + seen.first_row * dim_, dim_);
+    }
+
+    // The same on matrix units, 16 rows at a time. Rows of a tile that see nothing get weights of zero.
+    void attend_block_tiled(const Item& item, const Work& work, int64_t block, int64_t count, const Seen& seen) const {
+        const T** places = at_least(pointers_of_thread<T>(), kKeyBlock);
+        locate(item.row, 0, item.kv_head, block, block + count, places);
+        fetch(item.row, 1, item.kv_head, block, block + count);
+        fetch(item.row, 0, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
+        pack_keys(places, count, dim_, work.tile_keys);
+        locate(item.row, 1, item.kv_head, block, block + count, places);
+        pack_values(places, seen.unseen, count, dim_, work.tile_values);
+        const int64_t width = (count + 31) / 32 * 32;
+        // Each pass over all rows: what a tile is loaded from has long been stored then.
+        const int64_t begin = seen.first_row / kTileRows * kTileRows, end = whole_tiles(seen.last_row);
+        for (int64_t row = begin; row < end; row += kTileRows)
+            score_tiles(work.tile_query + row * dim_, dim_, work.tile_keys, whole_tiles(count),
+                        work.scores + row * kKeyBlock, kKeyBlock);
+        for (int64_t row = begin; row < end; ++row) {
+            T* weights = work.tile_weights + row * kKeyBlock;
+            if (row < seen.first_row || row >= seen.last_row) {
+                std::fill_n(weights, width, T{});
+                continue;
+            }
+            const int64_t q = item.q_begin + row / group_;
+            weigh_tiled(work.scores + row * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
+                        std::min(count, q + 1 - block), width, work.span_stats + 2 * row,
+                        work.span_values + row * dim_, weights);
+        }
+        for (int64_t row = begin; row < end; row += kTileRows)
+            value_tiles(work.tile_weights + row * kKeyBlock, kKeyBlock, work.tile_values, width,
+                        work.span_values + row * dim_, dim_);
     }
 
     // Adds a span to what came before it. A span in which nothing is visible changes nothing.
@@ -324,13 +385,42 @@ class Attention {
     // Turns a row's scores of one block into weights relative to the maximum so far; rescales what was summed before.
     void weigh(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values) const {
         const float maximum = std::max(stats[0], mask(scores, begin, end, width));
-        if (maximum > stats[0]) {
-            const float factor = std::exp(stats[0] - maximum);
-            stats[0] = maximum;
-            stats[1] *= factor;
-            for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
-        }
+        raise(maximum, stats, values);
         stats[1] += exponentiate(scores, width, maximum);
+    }
+
+    // The same for scores that are not scaled yet, into weights of the model's type. `width` is a multiple of 32.
+    void weigh_tiled(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values,
+                     T* weights) const {
+        float scale = static_cast<float>(a_.scale);
+        if (a_.softcap != 0) {
+            const float cap = static_cast<float>(a_.softcap);
+            for (int64_t j = 0; j < width; j += 16) store16(scores + j, cap * tanh16(load16(scores + j) * scale / cap));
+            scale = 1;
+        }
+        if (begin) std::fill(scores, scores + begin, kNegInf);
+        std::fill(scores + end, scores + width, kNegInf);
+        f32x16 top = load16(scores);
+        for (int64_t j = 16; j < width; j += 16) top = max16(top, load16(scores + j));
+        const float maximum = std::max(stats[0], max_of(top) * scale);
+        raise(maximum, stats, values);
+        constexpr float kLog2E = 1.44269504088896341f;
+        f32x16 total = {};
+        for (int64_t j = 0; j < width; j += 16) {
+            const f32x16 weight = exp2_16(load16(scores + j) * (scale * kLog2E) - maximum * kLog2E);
+            store16(weights + j, weight);
+            total += weight;
+        }
+        stats[1] += sum_of(total);
+    }
+
+    // Relates what was summed before to a new maximum.
+    void raise(float maximum, float* stats, float* values) const {
+        if (maximum <= stats[0]) return;
+        const float factor = std::exp(stats[0] - maximum);
+        stats[0] = maximum;
+        stats[1] *= factor;
+        for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
     }
 
     // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock], returns where V's float rows are.
@@ -377,6 +467,7 @@ class Attention {
     const int64_t group_, dim_;
     T* const pool_;
     float* const partials_;
+    const bool tiled_;  // the products go to matrix units
 };
 
 }  // namespace baton

@@ -1,4 +1,4 @@
-// Memory that grows and never shrinks.
+// Memory that grows and never shrinks, from the begin of a cache line on.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,12 @@
 
 namespace baton {
 
-template <class V>
-auto* at_least(V& memory, int64_t count) {
-    if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-    return memory.data();
+template <class E>
+E* at_least(std::vector<E>& memory, int64_t count) {
+    constexpr int64_t kLine = 64;
+    const int64_t needed = count + kLine / static_cast<int64_t>(sizeof(E));
+    if (static_cast<int64_t>(memory.size()) < needed) memory.resize(needed);
+    return reinterpret_cast<E*>((reinterpret_cast<uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
 }
 
 }  // namespace baton

@@ -19,6 +19,7 @@ void attend(const AttendArgs& args) {
     std::atomic<int64_t> next_item{0};
 #pragma omp parallel if (plan.work >= kSerialWork)
     {
+        const Tiles tiles;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < args.num_tokens; ++token) attention.write_token(token);
         for (int64_t i = next_item++; i < items; i = next_item++) attention.attend(plan.items[i]);

@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace baton {
 
 typedef float f32x16 __attribute__((vector_size(64)));
@@ -35,6 +39,10 @@ inline void store16(float* to, f32x16 value) { std::memcpy(to, &value, sizeof va
 
 // Rounds to nearest even; a NaN stays one.
 inline void store16(bf16* to, f32x16 value) {
+#ifdef __AVX512BF16__
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+    std::memcpy(to, &half, sizeof half);
+#else
     u32x16 bits;
     std::memcpy(&bits, &value, sizeof bits);
     const u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -42,6 +50,7 @@ inline void store16(bf16* to, f32x16 value) {
     const u32x16 chosen = (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
     const u16x16 half = __builtin_convertvector(chosen, u16x16);
     std::memcpy(to, &half, sizeof half);
+#endif
 }
 
 // Written out: adding to zero would cost an addition per use, and a broadcast from memory costs nothing.
