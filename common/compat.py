@@ -52,7 +52,7 @@ def common_wire_version(versions: range, other: range) -> int | None:
 
 def group_of(fingerprint: Mapping[str, str]) -> str:
     """The name of the group that this process is of."""
-    agreed = _compared(fingerprint)
+    agreed = compared(fingerprint)
     if not agreed:
         return NO_GROUP
     lines = "\n".join(f"{name}={value}" for name, value in sorted(agreed.items()))
@@ -61,7 +61,7 @@ def group_of(fingerprint: Mapping[str, str]) -> str:
 
 def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, str]:
     """Field -> "theirs != ours", of what must agree within a group."""
-    first, second = _compared(theirs), _compared(ours)
+    first, second = compared(theirs), compared(ours)
     return {
         name: f"{first.get(name, '(missing)')} != {second.get(name, '(missing)')}"
         for name in sorted(first.keys() | second.keys())
@@ -69,5 +69,6 @@ def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> dict[str,
     }
 
 
-def _compared(fingerprint: Mapping[str, str]) -> dict[str, str]:
+def compared(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """What must agree within a group."""
     return {name: value for name, value in fingerprint.items() if name not in _NOT_COMPARED}

@@ -20,10 +20,10 @@ from pathlib import Path
 import zmq
 
 from baton.common import env
+from baton.common.compat import WIRE, spoken
 from baton.common.config import ClusterConfig
 from baton.common.errors import BatonError, ConfigError
 from baton.common.huge_pages import shared_huge_pages
-from baton.common.messages import PROTOCOL_VERSION
 from baton.common.shared_memory import NotShared, SharedBlock, SharedView
 from baton.deploy.doctor import topology
 from baton.deploy.doctor.layouts import layout_of
@@ -57,7 +57,7 @@ def facts_here(config: ClusterConfig, address: str, ucx_info: str) -> HostFacts:
         uid=os.getuid(),
         pid=os.getpid(),
         versions=versions_here(),
-        protocol=PROTOCOL_VERSION,
+        wire=spoken("")[WIRE],
         layout=layout,
         model_trouble=model_trouble,
         kernel=platform.release(),

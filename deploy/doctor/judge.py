@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from baton.common.compat import WIRE, compared, wire_versions
 from baton.common.config import NODE_ADDRESS
 from baton.deploy.doctor.findings import Finding, Severity
 from baton.deploy.doctor.judge_hosts import judge_host
 from baton.deploy.doctor.judge_pairs import judge_pairs, same_host
 from baton.deploy.doctor.shapes import Found
 
-MUST_AGREE = ("baton", "ray", "python")
-"""Of versions. Others may differ, and are told."""
-COMPARED = (*MUST_AGREE, "torch", "pyzmq", "libzmq", "msgspec", "ucxx")
+MUST_AGREE = ("ray", "python")
+"""Of versions: else Ray does not let the host in. Others may differ, and are told."""
+COMPARED = (*MUST_AGREE, "baton", "torch", "pyzmq", "libzmq", "msgspec", "ucxx")
 COMPUTE_ROLES = ("prefill", "decode")
 
 
@@ -26,12 +27,14 @@ def _judge(found: Found) -> Iterator[Finding]:
         yield from judge_host(host, found.config)
     facts = {host.name: host.facts for host in found.hosts if host.facts is not None}
     yield from _versions({name: one.versions for name, one in facts.items()})
-    protocols = {name: {"protocol": str(one.protocol)} for name, one in facts.items()}
-    yield from _agreement("protocol", protocols, "the same Baton everywhere")
+    yield from _frames({name: one.wire for name, one in facts.items()})
     layouts = {name: one.layout for name, one in facts.items() if not one.model_trouble}
-    yield from _agreement("layout", layouts, "the same model, files and settings everywhere: KV must fit")
-    members = {str(one.worker): one.fingerprint for one in found.members if one.role in COMPUTE_ROLES}
-    yield from _agreement("layout of workers", members, "workers of unlike layouts cannot exchange KV")
+    yield from _agreement(
+        "layout", Severity.FAIL, layouts, "the same model, files and settings everywhere: KV must fit"
+    )
+    members = {str(one.worker): compared(one.fingerprint) for one in found.members if one.role in COMPUTE_ROLES}
+    way_out = "normal during an upgrade: hand-offs stay among workers of one layout (docs/UPGRADES.md)"
+    yield from _agreement("layout of workers", Severity.WARN, members, way_out)
     yield from _interface(found)
     yield from judge_pairs(found)
     for probe in found.left:
@@ -56,7 +59,23 @@ def _versions(by_host: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
                 yield Finding("version", severity, told, "install the same everywhere: requirements.lock", wanted, host)
 
 
-def _agreement(what: str, by_place: Mapping[str, Mapping[str, str]], way_out: str) -> Iterator[Finding]:
+def _frames(by_host: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether there is a version of frames that all of them speak."""
+    spoken = [wire_versions({WIRE: wire}, 0) for wire in by_host.values()]
+    common = max((one.start for one in spoken), default=0) < min((one.stop for one in spoken), default=1)
+    if common:
+        yield Finding("frames", Severity.OK, f"versions {', '.join(sorted(set(by_host.values())))}")
+        return
+    usual = _usual(by_host)
+    for host, wire in by_host.items():
+        if wire != usual:
+            way_out = "the same Baton everywhere: these two cannot talk"
+            yield Finding("frames", Severity.FAIL, f"versions {wire}", way_out, f"{usual} as the others", host)
+
+
+def _agreement(
+    what: str, severity: Severity, by_place: Mapping[str, Mapping[str, str]], way_out: str
+) -> Iterator[Finding]:
     """Each place that differs, with the fields."""
     if len(by_place) < 2:
         return
@@ -69,7 +88,7 @@ def _agreement(what: str, by_place: Mapping[str, Mapping[str, str]], way_out: st
             agreed = False
             value = ", ".join(f"{field} = {values.get(field, '') or 'missing'}" for field in differing)
             expected = ", ".join(f"{field} = {usual[field] or 'missing'}" for field in differing)
-            yield Finding(what, Severity.FAIL, value, way_out, expected, place)
+            yield Finding(what, severity, value, way_out, expected, place)
     if agreed:
         yield Finding(what, Severity.OK, f"the same in {len(by_place)} places")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from baton.common.compat import KV_VERSION
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.model.spec import resolve_source
 
@@ -23,6 +24,7 @@ def layout_of(config: ClusterConfig) -> dict[str, str]:
         "dtype": config.model.dtype,
         "kv_page_size": str(config.kv.page_size),
         "digest": config.transfer.digest,
+        "kv_version": str(KV_VERSION),
     }
     if config.model.model == FAKE_MODEL:
         return found

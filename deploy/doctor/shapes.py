@@ -65,7 +65,7 @@ class HostFacts(Struct, frozen=True):
     uid: int
     pid: int
     versions: dict[str, str]  # "": not installed
-    protocol: int
+    wire: str  # the versions of frames that this Baton speaks, "2-3"
     layout: dict[str, str]  # what workers of one cluster must have in common
     model_trouble: str  # why the model cannot be read here
     kernel: str

@@ -22,7 +22,7 @@ OTHER = {"boot_id": "boot-b", "hostname": "b", "address": "10.0.0.2"}
 def test_of_what_is_well_nothing_is_said_but_that() -> None:
     assert not wrong(two_hosts())
     what = {one.what for one in judge(two_hosts())}
-    assert {"lane", "cores", "memory", "/dev/shm", "memfd", "version", "layout", "protocol"} <= what
+    assert {"lane", "cores", "memory", "/dev/shm", "memfd", "version", "layout", "frames"} <= what
 
 
 # ------------------------------------------------------------------------------------- silent fall-backs
@@ -176,7 +176,7 @@ def test_several_hosts_that_listen_on_their_loopback() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "severity"),
     [
-        ("baton", "0.2.0", Severity.FAIL),
+        ("baton", "0.2.0", Severity.WARN),
         ("python", "3.12.1", Severity.FAIL),
         ("torch", "2.12.0", Severity.WARN),
         ("pyzmq", "26.0.0", Severity.WARN),
@@ -203,6 +203,13 @@ def test_layouts_that_differ_name_the_fields() -> None:
     )
     named = only(two_hosts(members=members))
     assert (named.what, named.where, named.value) == ("layout of workers", "prefill-0", "kv_dtype = bfloat16")
+    assert named.severity is Severity.WARN  # an upgrade has such days
+
+
+def test_versions_of_frames_must_have_one_in_common() -> None:
+    assert not wrong(two_hosts(second=facts(**OTHER, wire="3-4")))
+    found = only(two_hosts(second=facts(**OTHER, wire="4-5")))
+    assert (found.what, found.severity, found.where) == ("frames", Severity.FAIL, "b")
 
 
 # ------------------------------------------------------------------------------------- one host
