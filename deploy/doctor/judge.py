@@ -43,6 +43,7 @@ def _judge(found: Found) -> Iterator[Finding]:
 
 def _versions(by_host: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """Python may differ in its last number."""
+    agreed = []
     for name in COMPARED:
         values = {host: versions.get(name, "") for host, versions in by_host.items()}
         if name == "python":
@@ -50,13 +51,15 @@ def _versions(by_host: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         usual = _usual(values)
         if len(set(values.values())) <= 1:
             if usual:
-                yield Finding("version", Severity.OK, f"{name} {usual}")
+                agreed.append(f"{name} {usual}")
             continue
         for host, value in values.items():
             if value != usual:
                 severity = Severity.FAIL if name in MUST_AGREE else Severity.WARN
                 told, wanted = f"{name} {value or 'missing'}", f"{name} {usual or 'missing'} as the others"
                 yield Finding("version", severity, told, "install the same everywhere: requirements.lock", wanted, host)
+    if agreed:
+        yield Finding("version", Severity.OK, ", ".join(agreed))
 
 
 def _frames(by_host: Mapping[str, str]) -> Iterator[Finding]:

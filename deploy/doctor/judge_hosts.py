@@ -59,6 +59,8 @@ def _judge(host: Host, config: ClusterConfig) -> Iterator[Finding]:
 def _model(facts: HostFacts, config: ClusterConfig) -> Finding:
     if facts.model_trouble:
         return Finding("model", Severity.FAIL, facts.model_trouble, "every host needs its files, at the same place")
+    if config.model.model == FAKE_MODEL:
+        return Finding("model", Severity.OK, "fake: for trying Baton out, not an answer in it means anything")
     return Finding("model", Severity.OK, config.model.model)
 
 

@@ -1,4 +1,4 @@
-"""What can only be tried on the machine that shall serve: compiling, the model, the gateway's port.
+"""What can only be tried on the machine that shall serve: compiling, the cluster interface, the gateway's port.
 
 Owns: those findings and what to do about each. Never: what any host is looked at for (`host.py`, `judge_hosts.py`), or
 a change, but for compiling what a worker would compile.
@@ -8,16 +8,13 @@ Every check tries the thing itself where that is cheap (compiles, binds, writes)
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from baton.common.config import FAKE_MODEL, NODE_ADDRESS, ClusterConfig
-from baton.common.errors import ConfigError
-from baton.common.model.spec import resolve_source
+from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.native import BuildError, NativeLibrary, built
 from baton.deploy.doctor.findings import Finding, Severity
 
@@ -26,8 +23,6 @@ def examine_machine(config: ClusterConfig, progress: Callable[[str], None]) -> I
     """What a cluster of this configuration would find here. One finding at a time: some take a while."""
     yield _python()
     yield from _compiled(progress)
-    yield _model(config)
-    yield from _lanes(config)
     yield _interface(config)
     yield _port(config)
 
@@ -58,31 +53,6 @@ def _compiled(progress: Callable[[str], None]) -> Iterator[Finding]:
         except BuildError as error:
             way_out = "install g++ or set CXX; without them a slower path is taken"
             yield Finding(name, Severity.WARN, " ".join(str(error).split())[:300], way_out)
-
-
-def _model(config: ClusterConfig) -> Finding:
-    name = config.model.model
-    if name == FAKE_MODEL:
-        return Finding("model", Severity.OK, "fake: for trying Baton out, not an answer in it means anything")
-    try:
-        source = resolve_source(name)
-    except ConfigError as error:
-        return Finding("model", Severity.FAIL, f"{name}: {error.reason}", error.hint)
-    return Finding("model", Severity.OK, f"{source.name}: {source.path}")
-
-
-def _lanes(config: ClusterConfig) -> Iterator[Finding]:
-    from baton.transfer.transports import ucx
-
-    reasons = {
-        "local": "" if hasattr(os, "memfd_create") else "this system has no memfd",
-        "tcp": "",
-        "ucx": ucx.why_unavailable(),
-        "zmq": "",
-    }
-    for lane in config.transfer.lanes:
-        reason = reasons[lane]
-        yield Finding(f"lane {lane}", Severity.WARN if reason else Severity.OK, reason or "can be built here")
 
 
 def _interface(config: ClusterConfig) -> Finding:

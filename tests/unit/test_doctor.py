@@ -38,20 +38,18 @@ def with_worker(status: GatewayStatus, load: Load, *, silent: bool = False) -> G
 def test_this_machine_is_fit_for_the_fake_model() -> None:
     findings = list(examine_machine(FAKE, lambda line: None))
     assert not [one for one in findings if one.severity is Severity.FAIL]
-    assert {"software", "model", "lane local", "lane zmq", "gateway"} <= {one.what for one in findings}
-    assert all(one.way_out for one in findings if one.severity is not Severity.OK and not one.what.startswith("lane"))
+    assert {"software", "prefix tree", "page copies", "gateway"} <= {one.what for one in findings}
+    assert all(one.way_out for one in findings if one.severity is not Severity.OK)
 
 
 def test_what_is_taken_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ClusterConfig(
-            model=ModelConfig(model="./nowhere/model"),
             bind_host="192.0.2.1",
             gateway=GatewayConfig(port=taken.getsockname()[1]),
         )
         findings = list(examine_machine(config, lambda line: None))
-    assert of(findings, "model").severity is Severity.FAIL
     assert of(findings, "cluster interface").severity is Severity.FAIL
     assert of(findings, "gateway").severity is Severity.WARN
     compiled = of(findings, "page copies")
