@@ -4,14 +4,19 @@ Plain `nn.Linear` walks its weight badly for small batches, which costs most of 
 and bfloat16 use our product (csrc/matrix.h): each row's result is independent of its batch to the bit, so an answer
 continued on another worker is the same answer. What our product does not take, and all where there is no compiler, goes
 to oneDNN's packed product, where the last bit of a row may depend on how many rows it is computed with.
-Owns: the replacement of a model's linear layers. Never: keeps a second copy of a weight.
+Owns: the replacement of a model's linear layers. Never: keeps a second copy of a weight, or says where the packed ones
+lie (`WeightPlace`: in this process, or once for all of a host).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
+import xxhash
 from torch import nn
 
 from baton.common.engine.children import children_of
@@ -20,20 +25,35 @@ from baton.common.memory import system_memory
 
 PANEL = 16  # kPanel in csrc/matrix.h
 _STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs that lie side by side in a panel
+PACKING = f"panels-{PANEL}/1"
+"""Names what `_pack` makes: another name where it makes something else."""
+
+
+class WeightPlace(Protocol):
+    """Memory of `nbytes` that holds what `fill` writes into such memory. Equal `layout`s of equal weights are filled
+    with equal bytes: they may have been written before, and by another process."""
+
+    def __call__(self, layout: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor: ...
+
+
+def in_own_memory(layout: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """`WeightPlace` of this process alone."""
+    memory = system_memory(nbytes)  # one block: one stream
+    fill(memory)
+    return memory
 
 
 class CompiledLinear(nn.Module):
     """`y = x W^T + b`. Used by one thread at a time (the arguments are kept between calls)."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels, memory: torch.Tensor) -> None:
-        """Packs the weight into `memory`, [packed_size(linear)] of its dtype."""
+        """`memory`, [packed_size(linear)] of its dtype, holds the weight, packed."""
         super().__init__()
         self.dtype = linear.weight.dtype
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.weight = torch.empty(0, dtype=self.dtype)  # some models ask for its dtype
-        _pack(linear.weight.detach(), memory)
         self.packed = memory
         self.float_bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self._linear = kernels.linear
@@ -73,18 +93,22 @@ class OneDnnLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
+def pack_linears(model: nn.Module, kernels: Kernels | None, place: WeightPlace = in_own_memory) -> None:
     """Replaces every plain linear layer of `model`: by our product where we have one, else by oneDNN's. Where that is
     missing as well, layers stay as they are."""
     found = [(parent, name, child) for parent, name, child in children_of(model) if type(child) is nn.Linear]
     compiled = [child for _, _, child in found if kernels is not None and _has_product(child)]
-    nbytes = sum(packed_size(child) * child.weight.itemsize for child in compiled)
-    arena = system_memory(nbytes) if nbytes else torch.empty(0)  # one block: one stream
+    sizes = [packed_size(child) * child.weight.itemsize for child in compiled]
+
+    def fill(arena: torch.Tensor) -> None:
+        for child, part in zip(compiled, _parts(arena, sizes), strict=True):
+            _pack(child.weight.detach(), part.view(child.weight.dtype))
+
+    arena = place(_layout(compiled), sum(sizes), fill) if compiled else torch.empty(0, dtype=torch.uint8)
+    parts = _parts(arena, sizes)
     for parent, name, child in found:
         if kernels is not None and _has_product(child):
-            size = packed_size(child) * child.weight.itemsize
-            setattr(parent, name, CompiledLinear(child, kernels, arena[:size].view(child.weight.dtype)))
-            arena = arena[size:]
+            setattr(parent, name, CompiledLinear(child, kernels, next(parts).view(child.weight.dtype)))
         elif torch._C._has_mkldnn:
             setattr(parent, name, OneDnnLinear(child))
 
@@ -92,6 +116,16 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> None:
 def packed_size(linear: nn.Linear) -> int:
     """Elements of a packed weight: outputs rounded up to whole panels."""
     return -(-linear.out_features // PANEL) * PANEL * linear.in_features
+
+
+def _parts(arena: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
+    for begin, end in pairwise(accumulate(sizes, initial=0)):
+        yield arena[begin:end]
+
+
+def _layout(linears: list[nn.Linear]) -> str:
+    shapes = [(str(one.weight.dtype), tuple(one.weight.shape)) for one in linears]
+    return f"{PACKING.replace('/', '-v')}-{xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
 
 
 def _has_product(linear: nn.Linear) -> bool:

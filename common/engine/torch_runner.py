@@ -37,7 +37,7 @@ from baton.common.engine.fused.choice import PathChoice, Subject, choose_path
 from baton.common.engine.fused.forward import FusedForward
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
-from baton.common.engine.linears import pack_linears
+from baton.common.engine.linears import WeightPlace, in_own_memory, pack_linears
 from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams
@@ -45,13 +45,14 @@ from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
+from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
-from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info
+from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info, weights_key
 from baton.common.model.spec import FIELD
 from baton.common.prompt_logprobs import PromptLogprobs
 
@@ -90,6 +91,7 @@ class TorchRunner:
         threads: int | None = None,
         shared: bool = False,
         guides: Guides | None = None,
+        weights: WeightPlace = in_own_memory,
         progress: Progress = silent,
     ) -> None:
         """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Without `guides` no
@@ -107,7 +109,7 @@ class TorchRunner:
         buffers = self._make_buffers(dtype, num_pages, page_size, shared)
         self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
         self.model = model
-        pack_linears(model, backends.kernels)
+        pack_linears(model, backends.kernels, weights)
         if backends.kernels is not None:
             replace_pointwise(model, backends.kernels)
             replace_gated_mlps(model)
@@ -146,6 +148,7 @@ class TorchRunner:
             forward_path=forward_path,
             threads=threads,
             shared=shared,
+            weights=SharedWeights(weights_key(spec, dtype), progress),
             guides=Guides(lambda: model_vocabulary(load_tokenizer(spec), info.vocab_size, info.eos_token_ids)),
             progress=progress,
         )

@@ -6,7 +6,9 @@ a second) and the check that an architecture can run over paged KV. Never: fetch
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +23,8 @@ from baton.common.kv.layout import Component, KvLayout
 from baton.common.model.cache import Progress, cached, file_digest, silent
 from baton.common.model.groups import LayerGroups, has_known_state, layer_groups, max_positions
 from baton.common.model.spec import FIELD, ModelSource, resolve_source
+from baton.common.model.weights import SINGLE, check_complete, check_files
+from baton.common.units import format_bytes
 
 env.forbid_downloads()
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _DESCRIPTIONS = ("config.json", "generation_config.json")
+_BAD_GGUF = (ValueError, KeyError, IndexError, OverflowError, OSError, struct.error)
 _CONVERSION = 1  # part of the cache key: raise it when a conversion writes something else than before
 _FACTS = 2  # the same for `ModelInfo`
 
@@ -93,7 +98,7 @@ def model_info(spec: str, progress: Progress = silent) -> ModelInfo:
     def build(folder: Path) -> None:
         (folder / "info.json").write_bytes(msgspec.json.encode(_find_out(source, directory, progress)))
 
-    entry = cached(f"models/{key}-info-v{_FACTS}-transformers-{version('transformers')}", build, progress)
+    entry = _kept(f"models/{key}-info-v{_FACTS}-transformers-{version('transformers')}", build, progress)
     return msgspec.json.decode((entry / "info.json").read_bytes(), type=ModelInfo)
 
 
@@ -150,7 +155,7 @@ def check_supported(config: PretrainedConfig, spec: str) -> None:
 
 
 def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrainedModel:
-    """The model in evaluation mode, its weights mapped from safetensors. Raises ConfigError."""
+    """The model in evaluation mode, its weights mapped from safetensors, all of them there. Raises ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -159,11 +164,15 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
     source = resolve_source(spec)
     config = load_config(source, progress)
     directory = weights_directory(spec, dtype, progress)
-    progress(f"loading {source.name} ({dtype})")
+    remedy = f"remove {directory}: it is made again" if source.kind == "gguf" else "copy it again from where it came"
+    progress(f"loading {source.name} ({dtype}, {format_bytes(check_files(directory, remedy))} on disk)")
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
-    except (ValueError, OSError) as error:
-        raise ConfigError(FIELD, str(source.path), "its weights cannot be loaded", str(error)[:200]) from error
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:  # the last for weights of other shapes than config.json says
+        raise ConfigError(FIELD, str(directory), f"its weights cannot be loaded: {str(error)[:200]}", remedy) from error
+    check_complete(directory, found["missing_keys"], remedy)
     return model.eval()
 
 
@@ -171,6 +180,21 @@ def weights_directory(spec: str, dtype: Dtype, progress: Progress = silent) -> P
     """Where the configuration and the safetensors are that `load_model` reads. Raises ConfigError."""
     source = resolve_source(spec)
     return source.path if source.kind == "directory" else _weights_dir(source, dtype, progress)
+
+
+def weights_key(spec: str, dtype: Dtype) -> str:
+    """Names the weights for what is made of them on this machine: by a GGUF file's content, by the files of a directory
+    as they are (path, size, time): reading a large model to name it would take as long as loading it."""
+    source = resolve_source(spec)
+    if source.kind == "gguf":
+        return f"{_cache_name(source)}-{dtype}-transformers-{version('transformers')}"
+    files = [(path.name, one.st_size, one.st_mtime_ns, one.st_ino) for path, one in _stats_of(source)]
+    seen = xxhash.xxh3_64_hexdigest(repr((str(source.path), files)).encode())
+    return f"{source.name}-{seen}-{dtype}-transformers-{version('transformers')}"
+
+
+def _stats_of(source: ModelSource) -> list[tuple[Path, os.stat_result]]:
+    return [(path, path.stat()) for path in sorted(source.path.iterdir()) if path.is_file()]
 
 
 def weights_identity(spec: str) -> str:
@@ -213,7 +237,7 @@ def _metadata_dir(source: ModelSource, progress: Progress) -> Path:
         progress(f"reading the tokenizer of {source.path.name} (once)")
         _convert_metadata(source, folder)
 
-    return cached(f"models/{_cache_name(source)}-metadata", build, progress)
+    return _kept(f"models/{_cache_name(source)}-metadata", build, progress)
 
 
 def _weights_dir(source: ModelSource, dtype: Dtype, progress: Progress) -> Path:
@@ -223,7 +247,17 @@ def _weights_dir(source: ModelSource, dtype: Dtype, progress: Progress) -> Path:
         progress(f"converting {source.path.name} to {dtype} safetensors (once; tens of seconds for a small model)")
         _convert_weights(source, metadata, folder, dtype)
 
-    return cached(f"models/{_cache_name(source)}-{dtype}", build, progress)
+    return _kept(f"models/{_cache_name(source)}-{dtype}", build, progress)
+
+
+def _kept(key: str, build: Callable[[Path], None], progress: Progress) -> Path:
+    """`cached`, of what a start cannot do without. Raises ConfigError where it cannot be kept."""
+    try:
+        return cached(key, build, progress)
+    except OSError as error:
+        place = env.cache_dir()
+        remedy = "make room there, or name another folder in BATON_CACHE_DIR"
+        raise ConfigError("BATON_CACHE_DIR", str(place), f"{key} cannot be kept there: {error}", remedy) from error
 
 
 def _cache_name(source: ModelSource) -> str:
@@ -237,7 +271,7 @@ def _convert_metadata(source: ModelSource, folder: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         config = AutoConfig.from_pretrained(**place)
-    except (ValueError, KeyError, OSError, struct.error) as error:
+    except _BAD_GGUF as error:
         raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
@@ -247,6 +281,7 @@ def _convert_weights(source: ModelSource, metadata: Path, folder: Path, dtype: D
     """Writes model.safetensors. The tensors are mapped onto a model without memory, so only names and shapes of
     `transformers` are used; loading through `from_pretrained(gguf_file=...)` would need one more dependency."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -254,15 +289,20 @@ def _convert_weights(source: ModelSource, metadata: Path, folder: Path, dtype: D
     config = AutoConfig.from_pretrained(metadata)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    loaded = load_gguf_checkpoint(
-        str(source.path), return_tensors=True, model_to_load=skeleton, torch_dtype=getattr(torch, dtype)
-    )
+    try:
+        loaded = load_gguf_checkpoint(
+            str(source.path), return_tensors=True, model_to_load=skeleton, torch_dtype=getattr(torch, dtype)
+        )
+    except _BAD_GGUF as error:
+        raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
     tensors: dict[str, torch.Tensor] = loaded["tensors"]
     tied = set(skeleton.all_tied_weights_keys)
     missing = {name for name, _ in skeleton.named_parameters()} - set(tensors) - tied
     if missing:
         raise ConfigError(FIELD, str(source.path), f"this GGUF file lacks {len(missing)} tensors", sorted(missing)[0])
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, folder / SINGLE, {"format": "pt"})
+    except SafetensorError as error:  # which is how it tells of a full disk
+        raise OSError(str(error)) from error
     config.save_pretrained(folder)
