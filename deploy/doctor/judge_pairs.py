@@ -81,6 +81,8 @@ def _lane(
     if not pair.chosen:
         way_out = "open all TCP ports between them, or see why each lane is down: transfer.lanes"
         return Finding("lane", Severity.FAIL, value, way_out, expected.lane or "any", where)
+    if not _is_up(pair, pair.chosen):
+        return Finding("lane", Severity.FAIL, value, "it opens, and moves nothing: see control frames", "bytes", where)
     if expected.lane == "local" and not _is_up(pair, "local"):
         way_out = _why_not_local(source, receiver, _lane_of(pair, "local").reason)
         return Finding("lane", Severity.FAIL, f"fell back to {value}", way_out, f"local: {expected.why}", where)

@@ -40,10 +40,10 @@ ROUNDS = 3
 LATENCY_ROUNDS = 10
 CONTROL_ROUNDS = 5
 ROUND_BYTES = POOL_PAGES * PAGE_BYTES
-LANE_BYTES = ROUNDS * ROUND_BYTES + LATENCY_ROUNDS * PAGE_BYTES
+LANE_BYTES = ROUNDS * ROUND_BYTES + REGION_BYTES + LATENCY_ROUNDS * PAGE_BYTES
 """At most, of one lane in one direction."""
-SLOW_S = 1.0
-"""A lane whose round took longer is known well enough."""
+SLOW_S = 0.5
+"""A lane on which a region or a round took longer is known well enough."""
 ASK_AGAIN_S = 0.25
 SETTLE_S = 2.5
 """So long links may take to come up before those that are up are measured."""
@@ -231,21 +231,20 @@ class Prober:
         return self._lanes.views(time.monotonic()).get(peer.worker, [])
 
     def _lane(self, peer: Stamp, lane: str, until_s: float) -> Generator[None, None, LaneReport]:
-        moved, latency_s, best_s = 0, 0.0, 0.0
-        sizes = [PAGE_BYTES] * LATENCY_ROUNDS + [ROUND_BYTES] * ROUNDS
-        for nbytes in sizes:
+        moved, latency_s, gbps = 0, 0.0, 0.0
+        for nbytes in (*[PAGE_BYTES] * LATENCY_ROUNDS, REGION_BYTES, *[ROUND_BYTES] * ROUNDS):
             took_s = yield from self._round(peer, lane, nbytes, until_s)
             if isinstance(took_s, str):
-                return LaneReport(lane, "up", took_s, latency_s * 1e6, 0.0, moved)
+                return LaneReport(lane, "up", took_s, latency_s * 1e6, gbps, moved)
             moved += nbytes
             if nbytes == PAGE_BYTES:
                 latency_s = min(latency_s or took_s, took_s)
                 continue
-            best_s = min(best_s or took_s, took_s)
+            gbps = max(gbps, nbytes / took_s / 1e9)
+            self._lanes.set_speed(peer.worker, lane, nbytes, nbytes / gbps / 1e9)
             if took_s > SLOW_S:
                 break
-        self._lanes.set_speed(peer.worker, lane, ROUND_BYTES, best_s)
-        return LaneReport(lane, "up", "", latency_s * 1e6, ROUND_BYTES / best_s / 1e9, moved)
+        return LaneReport(lane, "up", "", latency_s * 1e6, gbps, moved)
 
     def _round(self, peer: Stamp, lane: str, nbytes: int, until_s: float) -> Generator[None, None, float | str]:
         """Seconds from asking until all of it is in our pages, or why not."""

@@ -11,16 +11,17 @@ from msgspec import structs
 
 from baton.common.messages import Member
 from baton.deploy.doctor.ray_probes import ProbeActor
-from baton.deploy.doctor.shapes import Answer, Facts, Request, TellTime
+from baton.deploy.doctor.shapes import Answer, Facts, Request, TellTime, WallTime
 
 HOSTS = ("127.0.0.3", "127.0.0.4", "127.0.0.5")
 OF_ANOTHER_USER, UNREACHABLE, HANGING = HOSTS[1], HOSTS[2], HOSTS[1]
 NOBODY = 65534
 SHUT_PORT = 9
+AHEAD_S = 2.0
 
 
 class OddProbe(ProbeActor):
-    """One runs as another user, who has another Baton; one has shut the ports of its sockets."""
+    """One runs as another user, who has another Baton; one has shut its ports, and its clock is ahead."""
 
     def ask(self, request: bytes) -> bytes:
         answer = msgspec.json.decode(super().ask(request), type=Answer)
@@ -33,6 +34,8 @@ class OddProbe(ProbeActor):
                 answer.facts.versions["baton"] = "99.0"
             elif host == UNREACHABLE:
                 answer = structs.replace(answer, member=_shut(answer.member, host))
+        elif isinstance(answer, WallTime) and ray.util.get_node_ip_address() == UNREACHABLE:
+            answer = WallTime(answer.wall_s + AHEAD_S)
         return msgspec.json.encode(answer)
 
 

@@ -105,6 +105,14 @@ def test_messages_where_tcp_was_to_be_used_are_an_alarm() -> None:
     ]
 
 
+def test_a_lane_that_opens_and_moves_nothing_is_a_failure() -> None:
+    stuck = [
+        structs.replace(lane, gbps=0.0, reason="not all came") for lane in pair("a", "b").lanes if lane.lane == "tcp"
+    ]
+    found = only(two_hosts(pairs=(structs.replace(pair("a", "b"), lanes=tuple(stuck)), pair("b", "a"))))
+    assert (found.what, found.severity, found.where) == ("lane", Severity.FAIL, "a -> b")
+
+
 def test_a_lane_that_is_up_and_slower_than_another_is_told() -> None:
     reports = (pair("a", "b", "tcp", down={}), pair("b", "a", "local", down={}))
     found, _ = wrong(two_hosts(second=facts(), pairs=reports))  # and that the other way is faster

@@ -19,6 +19,7 @@ from baton.deploy.doctor.examination import Bounds, Examination
 from baton.deploy.doctor.findings import Severity
 from baton.deploy.doctor.judge import judge
 from baton.deploy.doctor.local_probes import LocalProbes
+from baton.deploy.doctor.prober import LANE_BYTES
 from baton.deploy.doctor.probes import Silent
 from baton.deploy.doctor.shapes import Answer, Found, Host, Meet, ProbeSpec, Request
 from baton.transfer.keys import KeyPair
@@ -71,6 +72,7 @@ def test_every_lane_is_measured_in_both_directions_and_the_best_is_chosen() -> N
             (lane, "up", "") for lane in ("local", "tcp", "zmq")
         ]
         assert all(lane.gbps > 0 and lane.latency_us > 0 for lane in pair.lanes)
+        assert all(0 < lane.nbytes <= LANE_BYTES for lane in pair.lanes)
         assert pair.chosen
     assert found.moved_bytes == sum(lane.nbytes for pair in found.pairs for lane in pair.lanes)
     assert (found.deaf, found.pairs_possible) == ((), 2)
