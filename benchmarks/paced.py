@@ -27,6 +27,7 @@ class PacedRunner:
         self.memory = inner.memory
         self.vocab_size = inner.vocab_size
         self.max_positions = inner.max_positions
+        self.forward_path = inner.forward_path
         self.guides = inner.guides
 
     def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:

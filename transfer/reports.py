@@ -138,3 +138,4 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     hand_offs: int
     counters: dict[str, int]
     chunk_predictor: str = "off"  # or the formula that chooses chunks; or "failed: " and why
+    forward_path: str  # how a step is computed: fused or generic (ADR 0028), or fake

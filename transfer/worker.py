@@ -90,6 +90,7 @@ class _Loaded:
     spans: SpanSink
     publisher: KvPublisher | None
     chunk_predictor: str  # for people
+    forward_path: str  # for people
 
 
 def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunner:
@@ -246,7 +247,7 @@ class WorkerProcess:
                 io.post(effect)
 
         engine = EngineLoop(core, runner, post, self._clock, check=check)
-        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher, chunk_predictor)
+        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher, chunk_predictor, runner.forward_path)
         return io
 
     def _profile(
@@ -317,6 +318,7 @@ class WorkerProcess:
             hand_offs=snapshot.hand_offs,
             counters=counters,
             chunk_predictor=loaded.chunk_predictor,
+            forward_path=loaded.forward_path,
         )
 
     def census(self) -> dict[str, int]:

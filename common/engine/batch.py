@@ -266,6 +266,7 @@ class ModelRunner(Protocol):
     vocab_size: int
     max_positions: int
     guides: Guides
+    forward_path: str  # how it computes a step, for people
 
     def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket: ...
 

@@ -12,6 +12,7 @@ class BreakingRunner:
         self.memory = runner.memory
         self.vocab_size = runner.vocab_size
         self.max_positions = runner.max_positions
+        self.forward_path = runner.forward_path
         self.guides = runner.guides
         self._runner = runner
         self._left = steps

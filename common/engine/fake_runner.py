@@ -132,6 +132,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self.guides = Guides(fake_vocabulary)
+        self.forward_path = "fake"
         self._cost = cost or StepCost()
         self._model = FakeModel(max_positions + memory.layout.page_size, vocab_size)
         self._of = {component: _Memory(memory, component) for component in memory.layout.components}

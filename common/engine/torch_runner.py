@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -117,6 +117,7 @@ class TorchRunner:
         self._modules = ModuleForward(model, backends.attention, pools)
         subject = Subject(model, backends, pools, self._check_layers())
         self._fused = choose_path(forward_path, subject)
+        self.forward_path = "generic" if self._fused is None else "fused"
 
     @classmethod
     def load(
@@ -287,11 +288,6 @@ class TorchRunner:
             return {}
         layers = self._groups.of(next(iter(self._pools)))
         return {layers[count - 1]: count for count in batch.report_after}
-
-    @property
-    def forward_path(self) -> Literal["fused", "generic"]:
-        """What computes a step."""
-        return "generic" if self._fused is None else "fused"
 
     def _check_layers(self) -> list[AttentionParams]:
         """One token through the null page and slot of the generic path: every layer must come to our attention or to

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from family_rig import FAMILIES, SMALL, VOCAB, WINDOW, save_random_model
@@ -13,6 +14,7 @@ from model_rig import Sequence, run_mixed
 from transformers import Gemma2Config, GemmaConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from baton.common.engine.backends import choose_backends
+from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.fused.choice import PathChoice
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
@@ -88,6 +90,44 @@ def test_both_paths_say_the_same(family: str, tmp_path: Path) -> None:
     half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in paths]
     errors = [torch.stack([one.logits[-1].float() for one in found]) - truth for found in half]
     assert errors[0].norm() < 1.2 * errors[1].norm()
+
+
+def test_a_pool_of_more_than_two_billion_numbers(tmp_path: Path) -> None:
+    """The last pages of a pool that is never touched otherwise, so that it takes no memory."""
+    save_random_model(FUSED["llama"], tmp_path)
+    page_numbers = 4 * 2 * 2 * 4 * 16
+    runner = TorchRunner.load(str(tmp_path), dtype="bfloat16", num_pages=(1 << 31) // page_numbers + 9, page_size=4)
+    assert runner.forward_path == "fused"
+    tokens = np.arange(3, 9, dtype=np.int32)
+    far = np.array([runner.memory.main.num_pages - 1, runner.memory.main.num_pages - 3], np.int32)
+    logits = [
+        runner.logits(pack_batch([BatchRow(0, tokens, 6, pages, None)], 4), (0,)) for pages in (far, far * 0 + [1, 2])
+    ]
+    assert torch.equal(logits[0], logits[1])
+    kept = runner.memory.main.as_bytes()
+    assert np.array_equal(kept[far[0]], kept[1])
+    assert kept[1].any()
+
+
+def test_bits_do_not_depend_on_the_batch_in_bfloat16_either(tmp_path: Path) -> None:
+    save_random_model(FUSED["gemma2"], tmp_path)
+    runner = load(tmp_path, "bfloat16", "fused")
+    tokens, pages = np.arange(5, 75, dtype=np.int32), np.arange(1, 19, dtype=np.int32)
+    beside = [
+        BatchRow(1 + i, tokens[: 1 + 9 * i], 1 + 9 * i, pages[: 1 + 9 * i // 4] + 20 * (i + 1), None) for i in range(4)
+    ]
+
+    def last_logits(chunks: list[int], others: list[BatchRow]) -> torch.Tensor:
+        done = 0
+        for chunk in chunks:
+            ids, done = tokens[done : done + chunk], done + chunk
+            row = BatchRow(0, ids, done, pages[: -(-done // 4)], None)
+            logits = runner.logits(pack_batch([*others, row], 4), (len(others),))
+        return logits
+
+    whole = last_logits([70], [])
+    assert torch.equal(whole, last_logits([1, 33, 31, *[1] * 5], []))
+    assert torch.equal(whole, last_logits([60, 10], beside))
 
 
 @pytest.mark.parametrize("case", GENERIC)
