@@ -81,11 +81,11 @@ def _lane(
     if not pair.chosen:
         way_out = "open all TCP ports between them, or see why each lane is down: transfer.lanes"
         return Finding("lane", Severity.FAIL, value, way_out, expected.lane or "any", where)
-    if not _is_up(pair, pair.chosen):
-        return Finding("lane", Severity.FAIL, value, "it opens, and moves nothing: see control frames", "bytes", where)
     if expected.lane == "local" and not _is_up(pair, "local"):
         way_out = _why_not_local(source, receiver, _lane_of(pair, "local").reason)
         return Finding("lane", Severity.FAIL, f"fell back to {value}", way_out, f"local: {expected.why}", where)
+    if not _is_up(pair, pair.chosen):
+        return Finding("lane", Severity.FAIL, value, "it opens, and moves nothing: see control frames", "bytes", where)
     if expected.lane == "ucx" and not (pair.chosen == "ucx" and ucx_has_rdma(source) and ucx_has_rdma(receiver)):
         reason = _lane_of(pair, "ucx").reason or "UCX goes over TCP, or something was faster"
         way_out = f"{reason}; the findings RDMA and ucx of both hosts say what is missing"
