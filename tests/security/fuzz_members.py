@@ -123,6 +123,7 @@ class Mad:
         for frame in self.mesh.poll(0):
             if isinstance(frame.body, Membership):
                 self._on_membership(frame.body)
+                self.words.others = [frame.src, *(member.stamp for member in self.seen.values())]
             elif frame.src.worker != CONTROLLER:
                 self.on_heard(frame)
         now = time.monotonic()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -300,7 +301,10 @@ class Siege:
     def _wait(self, good: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + WAIT_S
         while not good():
-            assert time.monotonic() < until_s, f"{what}: not within {WAIT_S} s"
+            if time.monotonic() > until_s:
+                os.kill(self._process.pid or 0, signal.SIGUSR1)  # says where each of its threads is
+                time.sleep(1.0)
+                raise AssertionError(f"{what}: not within {WAIT_S} s\n{self.log.read_text()[-6000:]}")
             self.tend()
             time.sleep(0.005)
 

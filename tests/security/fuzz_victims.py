@@ -15,6 +15,7 @@ import logging
 import os
 import queue
 import random
+import signal
 import socket
 import tempfile
 import threading
@@ -159,6 +160,7 @@ def config_of(arena: Arena, folder: str) -> ClusterConfig:
             restart_backoff_s=0.05,
             restart_forgiven_after_s=0.5,
             max_restarts_per_minute=10_000,
+            drain_deadline_s=1e6,
         ),
         gateway=GatewayConfig(port=0, max_inflight_requests=64, max_sessions=32),
         routing=RoutingConfig(max_indexed_pages=4096),
@@ -193,6 +195,9 @@ class RaylessController(ControllerLoop):
         else:
             self.guests.put((spec.worker, guest))
             assert incarnation == 1, f"{spec.worker} has died"
+
+    def _drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
+        """Who said that it leaves never does."""
 
     def _prove_dead(self, worker: WorkerId, incarnation: int, reason: str) -> None:
         if worker in HONEST and incarnation == 1:
@@ -317,6 +322,7 @@ def run_victims(pipe: Connection, arena: Arena, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 2)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig()
     logging.getLogger("baton").setLevel(logging.ERROR)  # damage is the order of the day; bugs are heard of
     threading.excepthook = lambda found: pipe.send(Find(f"a thread ended: {found.exc_value!r}"))

@@ -31,6 +31,7 @@ class Words:
         self.keys: list[HandoffKey] = []
         self.requests: list[RequestId] = []
         self.heard: list[Body] = []
+        self.others: list[Stamp] = []
 
     def note(self, body: Body) -> None:
         """Something that came: the next words will be about it."""
@@ -68,9 +69,11 @@ class Words:
         """The parts of one ZMQ message that says this, or tries to."""
         dice, roll = self.dice, self.dice.random()
         if isinstance(body, Heartbeat):
-            body = structs.replace(body, load=tame(body.load))
+            body = structs.replace(body, load=tame(body.load), leaving=False)
         src, dst = self.stamp, dst_epoch if dice.random() > 0.03 else dice.choice((1, (1 << 64) - 1))
-        if dice.random() < 0.02:
+        if self.others and dice.random() < 0.05:
+            src = dice.choice(self.others)  # in another's name, the controller's too
+        elif dice.random() < 0.02:
             src = Stamp(src.worker, src.incarnation + dice.choice((-1, 1, 1 << 40)), Epoch(dice.getrandbits(62)))
         try:
             data = encode_frame(Frame(src, Epoch(dst), body))

@@ -20,6 +20,7 @@ from baton.common.messages import (
     Frame,
     Heartbeat,
     KvSnapshot,
+    LaneAddress,
     Load,
     MalformedFrame,
     Output,
@@ -34,6 +35,8 @@ from baton.deploy.controller_seats import KillWorker, Reply
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.routing.router import Router
 from baton.transfer.kv_publisher import MAX_REQUEST_BYTES, KvPublisher
+from baton.transfer.transports.base import LinkDown
+from baton.transfer.transports.ucx import UcxTransport, why_unavailable
 from baton.transfer.transports.ucx_parts import Hello as UcxHello
 from baton.transfer.transports.ucx_parts import Welcome as UcxWelcome
 
@@ -164,3 +167,30 @@ def test_what_is_no_request_for_a_replay_is_counted_and_never_large() -> None:
     finally:
         context.destroy(linger=0)
         assert made.stop(10.0)
+
+
+class _NoWatcher:
+    def register(self, source: object) -> None:
+        pass
+
+    unregister = register
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
+def test_a_damaged_address_never_reaches_ucx() -> None:
+    """It would end the process."""
+    me = Stamp(WorkerId("decode-0"), 1, Epoch(5))
+    lane = UcxTransport(me, _NoWatcher(), "127.0.0.1", lambda peer: b"x" * 32)
+    try:
+        good = lane.address().address
+        worker = str(good["worker"])
+        odd = [worker[:-2], worker[: len(worker) // 4 * 2], "", "04", worker + "00", "f" + worker[1:], "xx", 5]
+        addresses = [good | {"worker": one} for one in odd]
+        addresses += [good | {"door": door} for door in (-1, 1 << 64, "x")] + [good | {"digest": 7}, {}]
+        for address in addresses:
+            lane.open(PREFILL, LaneAddress(lane="ucx", address=address))
+            (down,) = lane.poll()
+            assert isinstance(down, LinkDown)
+        assert lane.stray == len(addresses)
+    finally:
+        lane.close()

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import xxhash
+
 from baton.common import env
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
@@ -51,6 +53,7 @@ class UcxTransport:
         self._watcher = watcher
         self._events: deque[TransportEvent] = deque()
         self._crashed: BaseException | None = None
+        self._damaged = 0  # addresses; UCX trusts them to the byte, and ends the process over one that it cannot read
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         started: Started = Future()
         self._thread = threading.Thread(
@@ -68,13 +71,18 @@ class UcxTransport:
         watcher.register(self._wake_fd)
 
     def address(self) -> LaneAddress:
-        return LaneAddress(lane=self.lane, address={"worker": self._ucx.worker_address.hex(), "door": self._ucx.door})
+        worker = self._ucx.worker_address
+        address: dict[str, str | int] = {"worker": worker.hex(), "digest": xxhash.xxh3_64_hexdigest(worker)}
+        return LaneAddress(lane=self.lane, address=address | {"door": self._ucx.door})
 
     def open(self, peer: Stamp, address: LaneAddress) -> None:
         try:
             worker, door = bytes.fromhex(str(address.address["worker"])), int(address.address["door"])
             door.to_bytes(8, "little")  # a tag of UCX's
+            if xxhash.xxh3_64_hexdigest(worker) != address.address["digest"]:
+                raise ValueError("damaged")
         except (KeyError, ValueError, OverflowError):
+            self._damaged += 1
             self._report(LinkDown(peer, "its address makes no sense"))
             return
         self._call(self._ucx.open, peer, worker, door)
@@ -100,7 +108,7 @@ class UcxTransport:
 
     @property
     def stray(self) -> int:
-        return self._ucx.stray
+        return self._ucx.stray + self._damaged
 
     @property
     def busy(self) -> bool:
