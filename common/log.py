@@ -24,6 +24,7 @@ LogValue = str | int | float | bool | dict[str, float] | None
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FIELDS = "baton_fields"
 _FRAMES = 12
+SELDOM_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class EventLog:
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
+        self._told_s: dict[str, float] = {}
 
     def debug(self, event: str, **fields: LogValue) -> None:
         self._emit(logging.DEBUG, event, fields)
@@ -52,6 +54,14 @@ class EventLog:
 
     def warning(self, event: str, **fields: LogValue) -> None:
         self._emit(logging.WARNING, event, fields)
+
+    def seldom(self, event: str, **fields: LogValue) -> None:
+        """A warning of what strangers can cause as often as they like: at most one in SELDOM_S of each kind. How often
+        it was is in the metrics."""
+        now = time.monotonic()
+        if now - self._told_s.get(event, -SELDOM_S) >= SELDOM_S:
+            self._told_s[event] = now
+            self.warning(event, **fields)
 
     def error(self, event: str, **fields: LogValue) -> None:
         self._emit(logging.ERROR, event, fields)

@@ -140,7 +140,7 @@ class ControllerLoop:
         if core is None:
             return WorkerMetrics()
         refused = {
-            "stranger": mesh.denied,
+            "stranger": mesh.denied + mesh.failed_handshakes,
             "malformed": mesh.malformed,
             "foreign_epoch": mesh.foreign_epoch,
             "unlisted": core.unlisted_messages,

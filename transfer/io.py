@@ -110,7 +110,7 @@ def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
     ones too), stray on a lane (`lane`), and what there was no room for (`full`)."""
     mesh, dropped = snapshot.mesh, snapshot.dropped
     return {
-        "stranger": mesh.denied,
+        "stranger": mesh.denied + mesh.failed_handshakes,
         "malformed": mesh.malformed,
         "foreign_epoch": mesh.foreign_epoch,
         "name": mesh.foreign_key,

@@ -62,6 +62,7 @@ class MeshCounters:
     foreign_key: int = 0  # over the connection of a key that is off the list by now, or in another's name
     admitted: int = 0  # connections let in
     denied: int = 0  # connections with a key that was not on the list then
+    failed_handshakes: int = 0  # connections that proved nothing: without a key, for another process, or too slow
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: KeyPair | None) -> None:
@@ -139,6 +140,18 @@ def connect_to(socket: zmq.Socket[bytes], address: str) -> bool:
     return True
 
 
+def _monitor_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Readable when a handshake has failed. libzmq waits where its news find no room: there is a lot, and it is read
+    with every poll."""
+    socket.monitor("inproc://strangers", zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    context: zmq.Context[zmq.Socket[bytes]] = socket.context
+    monitor = context.socket(zmq.PAIR)
+    monitor.linger = 0
+    monitor.rcvhwm = 1 << 16
+    monitor.connect("inproc://strangers")
+    return monitor
+
+
 def _is_ip(host: str) -> bool:
     try:
         ip_address(host)
@@ -177,13 +190,14 @@ class Mesh:
         self._router = self.context.socket(zmq.ROUTER)
         set_socket_options(self._router, HIGH_WATER_FRAMES, MAX_FRAME_BYTES)
         secure_server(self._router, keys)
+        self._monitor = _monitor_of(self._router)
         try:
             self.address = bind_to(self._router, bind_host, port)
         except ConfigError:
             self.close()
             raise
         self._poller = zmq.Poller()
-        for source in (self._zap, self._router, self._wake_fd):
+        for source in (self._zap, self._router, self._monitor, self._wake_fd):
             self._poller.register(source, zmq.POLLIN)
 
     @property
@@ -248,6 +262,8 @@ class Mesh:
             self._hear_zap()
         if self._early:
             self._answer_early()
+        if self._monitor in ready:
+            self._count_strangers()
         return self._receive() if self._router in ready else []
 
     def wake(self) -> None:
@@ -311,6 +327,11 @@ class Mesh:
             parts.append(self._router.recv(zmq.NOBLOCK, copy=False))
             more = parts[-1].more
         return parts
+
+    def _count_strangers(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                self._counters.failed_handshakes += 1
 
     def _hear_zap(self) -> None:
         """Who may connect (RFC 27), and as whom: its key, which each message of the connection then has with it.

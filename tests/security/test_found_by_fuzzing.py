@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from test_controller_core import D0, hello, live_core, member
 
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, RequestId, Stamp, WorkerId
+from baton.common.log import EventLog
 from baton.common.messages import (
     CancelRequest,
     FinishAck,
@@ -34,7 +36,9 @@ from baton.common.routing_config import KvEventsConfig, RoutingConfig
 from baton.deploy.controller_seats import KillWorker, Reply
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.routing.router import Router
+from baton.transfer.keys import KeyPair
 from baton.transfer.kv_publisher import MAX_REQUEST_BYTES, KvPublisher
+from baton.transfer.mesh import Mesh
 from baton.transfer.transports.base import LinkDown
 from baton.transfer.transports.ucx import UcxTransport, why_unavailable
 from baton.transfer.transports.ucx_parts import Hello as UcxHello
@@ -194,3 +198,28 @@ def test_a_damaged_address_never_reaches_ucx() -> None:
         assert lane.stray == len(addresses)
     finally:
         lane.close()
+
+
+def test_who_proves_nothing_at_the_control_socket_is_counted() -> None:
+    mesh = Mesh(PREFILL, "127.0.0.1", KeyPair.generate())
+    port = int(mesh.address.rpartition(":")[2])
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03" + b"NULL".ljust(20, b"\0") + bytes(32)
+    try:
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(greeting)
+                stranger.recv(1)
+        until_s = time.monotonic() + 10.0
+        while mesh.counters.failed_handshakes < 5:
+            assert time.monotonic() < until_s, mesh.counters
+            assert mesh.poll(0.1) == []
+    finally:
+        mesh.close()
+
+
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog("baton.test")
+    for number in range(100):
+        log.seldom("stranger", number=number)
+        log.seldom("another")
+    assert [record.getMessage() for record in caplog.records] == ["stranger", "another"]

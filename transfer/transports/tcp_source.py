@@ -171,7 +171,7 @@ class TcpSource:
         except BlockingIOError:
             return
         except OSError as error:  # out of descriptors, for instance: heard again with the next check
-            _log.warning("tcp_accept", error=str(error))
+            _log.seldom("tcp_accept", error=str(error))
             self._connections.set_listening(self._listener, False)
             return
         tune(connection)
@@ -232,7 +232,7 @@ class TcpSource:
     def _on_gone(self, caller: _Caller, reason: str) -> None:
         if caller.peer is None:
             self.stray += 1
-            _log.warning("tcp_stranger", reason=reason)
+            _log.seldom("tcp_stranger", reason=reason)
         self._close_caller(caller, reason, peer_lost=True)
 
     def _close_caller(self, caller: _Caller, reason: str, peer_lost: bool) -> None:

@@ -284,7 +284,7 @@ class UcxLoop:
                 await self._context.recv(sealed, self._ucxx.tag(self.door))
             except self._ucxx.error as error:
                 self.stray += 1
-                _log.warning("ucx_door", error=str(error))  # a message that was too long
+                _log.seldom("ucx_door", error=str(error))  # a message that was too long
                 continue
             if self._closing.is_set():
                 return
@@ -295,7 +295,7 @@ class UcxLoop:
                     self._start(self._welcome(hello))
             else:
                 self.stray += 1
-                _log.warning("ucx_stranger")
+                _log.seldom("ucx_stranger")
 
     async def _leave_door(self) -> None:
         """UCX does not give back a receive of the worker itself: knock, so that it ends."""
@@ -317,7 +317,7 @@ class UcxLoop:
             welcome = self._door.close(hello.stamp, Welcome(self._stamp, hello.nonce, caller.ask_tag))
             await self._push(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
-            _log.warning("ucx_welcome", peer=hello.stamp.worker, error=str(error))
+            _log.seldom("ucx_welcome", peer=hello.stamp.worker, error=str(error))
 
     async def _hear_asks(self, caller: _Caller) -> None:
         message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
