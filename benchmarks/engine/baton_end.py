@@ -8,7 +8,6 @@ prompts, so that 32 contexts of 4,096 tokens are there at once.
 from __future__ import annotations
 
 import ctypes
-import inspect
 import mmap
 import statistics
 import time
@@ -47,14 +46,13 @@ class Baton:
         bytes_of = {one: info.component_bytes(one, spec["dtype"]) for one in self._layout.components}
         self._page_bytes = {one: PAGE_SIZE * nbytes for one, nbytes in bytes_of.items()}
         counts = [self._counts(case) for case in cases]
-        chooses = "forward_path" in inspect.signature(TorchRunner.load).parameters
         self._runner = TorchRunner.load(
             spec["model"],
             dtype=spec["dtype"],
             num_pages={one: max(count[one] for count in counts) for one in self._layout.components},
             page_size=PAGE_SIZE,
             threads=len(spec["cores"]),
-            **({"forward_path": spec["path"]} if chooses else {}),
+            forward_path=spec["path"],
         )
         self._noise = torch.randn(NOISE_BYTES // 4).to(getattr(torch, spec["dtype"])).view(torch.uint8).numpy()
         self._core: DecodeCore | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.engine.cases import Case
 from benchmarks.engine.contenders import MACHINE
-from benchmarks.engine.roofline import Limits, Roof, Shape
+from benchmarks.engine.roofline import Roof, Shape
 from benchmarks.engine.rounds import Results
 from benchmarks.transfer.report import machine, table
 
@@ -39,18 +39,19 @@ def document(every: Sequence[Results], rounds: int, took_s: float, command: str)
 
 
 def limits_table(every: Sequence[Results]) -> list[str]:
-    header = ["limits, medians", "cores", "read 64 MiB, GB/s", "256 MiB", "1 GiB", "3 GiB"]
-    header += ["1 GiB, small pages", "copy", "copy, small pages", "GEMM, GFLOP/s"]
+    """Bandwidths in GB/s, products in GFLOP/s."""
+    header: list[str] = []
     rows = []
     for results in every:
         if not results.limits:
             continue
-        found: Limits = results.machine()
-        sizes = [f"{found.read[mib] / 1e9:.1f}" for mib in (64, 256, 1024, 3072)]
-        others = [found.read_small_pages, found.copy, found.copy_small_pages]
-        rates = [f"{rate / 1e9:.1f}" for rate in others]
-        cores = str(len(results.setting.cores))
-        rows.append([results.setting.dtype, cores, *sizes, *rates, f"{found.flops / 1e9:.0f}"])
+        found = results.machine()
+        header = ["limits, medians", "cores", *(f"read {mib} MiB, GB/s" for mib in sorted(found.read))]
+        header += ["read 1 GiB in small pages", "copy", "copy in small pages", "GEMM, GFLOP/s"]
+        bandwidths = [found.read[mib] for mib in sorted(found.read)]
+        bandwidths += [found.read_small_pages, found.copy, found.copy_small_pages]
+        rates = [f"{rate / 1e9:.1f}" for rate in bandwidths]
+        rows.append([results.setting.dtype, str(len(results.setting.cores)), *rates, f"{found.flops / 1e9:.0f}"])
     return table(header, rows)
 
 
