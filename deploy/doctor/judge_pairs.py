@@ -63,14 +63,16 @@ def _judge_pair(
         return
     source, receiver = facts[pair.source], facts[pair.receiver]
     if not pair.control_us:
-        way_out = f"open all TCP ports between {source.address} and {receiver.address} (docs/CLUSTERS.md, Ports)"
+        way_out = "open all TCP ports between their addresses (docs/OPERATIONS.md, Ports)"
         yield Finding("control frames", Severity.FAIL, "no answer", way_out, "an answer", where)
     expected = expected_lane(config, source, receiver)
     yield _lane(pair, expected, config, source, receiver, where)
-    yield from _speed(pair, source, receiver, back_gbps, where)
-    if same_host(source, receiver) and _lane_of(pair, "ucx").status == "up":
+    if not same_host(source, receiver):
+        yield from _speed(pair, source, receiver, back_gbps, where)
+    elif _lane_of(pair, "ucx").status == "up":
         yield from _ipc(source, receiver, where)
-    yield from _other_lanes(pair, where)
+    if pair.control_us:
+        yield from _other_lanes(pair, where)
 
 
 def _lane(
@@ -121,12 +123,11 @@ def _speed(pair: PairReport, source: HostFacts, receiver: HostFacts, back_gbps: 
     if back_gbps and back_gbps > UNEVEN * reached:
         value = f"{reached:.2f} GB/s, {back_gbps:.2f} the other way"
         yield Finding("speed", Severity.WARN, value, "look at this direction: a duplex or route of its own?", "", where)
-    if not same_host(source, receiver):
-        fabric = min(_fabric_gbps(source, pair.chosen), _fabric_gbps(receiver, pair.chosen))
-        if fabric and reached < SHARE_OF_NIC * fabric:
-            value = f"{reached:.2f} GB/s of {fabric:.1f} that the cards say"
-            way_out = "is the right card used (bind_host, UCX_NET_DEVICES)? transfer.tcp_streams, MTU, other traffic"
-            yield Finding("speed", Severity.WARN, value, way_out, f"{SHARE_OF_NIC * fabric:.1f} GB/s or more", where)
+    fabric = min(_fabric_gbps(source, pair.chosen), _fabric_gbps(receiver, pair.chosen))
+    if fabric and reached < SHARE_OF_NIC * fabric:
+        value = f"{reached:.2f} GB/s of {fabric:.1f} that the cards say"
+        way_out = "is the right card used (bind_host, UCX_NET_DEVICES)? transfer.tcp_streams, MTU, other traffic"
+        yield Finding("speed", Severity.WARN, value, way_out, f"{SHARE_OF_NIC * fabric:.1f} GB/s or more", where)
 
 
 def _fabric_gbps(facts: HostFacts, lane: str) -> float:
@@ -146,7 +147,7 @@ def _other_lanes(pair: PairReport, where: str) -> Iterator[Finding]:
 
 
 def _deaf(source: str, receiver: str) -> Finding:
-    way_out = f"a firewall from {source} to {receiver}? Open all TCP ports (docs/CLUSTERS.md, Ports)"
+    way_out = "a firewall in this direction? Open all TCP ports (docs/OPERATIONS.md, Ports)"
     return Finding(
         "reachability", Severity.FAIL, "control frames do not arrive", way_out, "they do", f"{source} -> {receiver}"
     )

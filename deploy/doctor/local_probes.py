@@ -11,9 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 import msgspec
 
@@ -30,6 +32,7 @@ BIRTH = 1
 class _Child:
     process: subprocess.Popen[bytes]
     socket: socket.socket
+    said: IO[bytes]
     asked: int = 0
     received: bytearray = field(default_factory=bytearray)
 
@@ -39,6 +42,12 @@ class _Child:
         self.socket.sendall(f"{self.asked} ".encode() + data + b"\n")
         return self.asked
 
+    def last_words(self) -> str:
+        """Of what it wrote to its standard error: why it has ended."""
+        self.said.seek(0)
+        lines = self.said.read().decode(errors="replace").splitlines()
+        return lines[-1] if lines else "it said nothing"
+
 
 class LocalProbes:
     """`Probes`, one child for each spec. `before`: what the command of one begins with, by its name: a container's."""
@@ -46,7 +55,6 @@ class LocalProbes:
     def __init__(self, specs: Sequence[ProbeSpec], before: Mapping[WorkerId, Sequence[str]] | None = None) -> None:
         self._run_dir = specs[0].run_dir if specs else ""
         self._children: dict[WorkerId, _Child] = {}
-        self._begun: dict[WorkerId, int] = {}
         for spec in specs:
             child = _start((before or {}).get(spec.worker, ()))
             self._children[spec.worker] = child
@@ -83,7 +91,7 @@ class LocalProbes:
         child = self._children[worker]
         data = child.socket.recv(1 << 16)
         if not data:
-            return Silent("its process has ended")
+            return Silent(f"its process has ended: {child.last_words()}")
         child.received += data
         while b"\n" in child.received:
             line, _, rest = bytes(child.received).partition(b"\n")
@@ -111,6 +119,7 @@ class LocalProbes:
                 child.process.kill()
                 child.process.wait()
             child.socket.close()
+            child.said.close()
         self._children.clear()
         shutil.rmtree(self._run_dir, ignore_errors=True)
         return ()
@@ -118,7 +127,9 @@ class LocalProbes:
 
 def _start(before: Sequence[str]) -> _Child:
     ours, theirs = socket.socketpair()
+    said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
     with theirs:
-        command = [*before, sys.executable, "-m", "baton.deploy.doctor.probe", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    return _Child(process, ours)
+        fd = theirs.fileno()
+        command = [*before, sys.executable, "-m", "baton.deploy.doctor.probe", str(fd)]
+        process = subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    return _Child(process, ours, said)

@@ -51,7 +51,7 @@ from baton.transfer.process import die_with_parent, register_process
 
 TURN_S = 0.02
 CALL_S = 5.0
-SLACK_S = 2.0
+SLACK_S = 4.0
 
 T = TypeVar("T")
 

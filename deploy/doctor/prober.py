@@ -27,7 +27,7 @@ from baton.common.messages import Member, Probe, ProbeReady
 from baton.deploy.doctor.shapes import LaneReport, PairReport
 from baton.transfer.keys import KeyPair
 from baton.transfer.lanes import build_lanes
-from baton.transfer.link import Chosen, LaneStatus, LaneView
+from baton.transfer.link import Chosen, LaneStatus, LaneView, NoLane, Wait
 from baton.transfer.mesh import Mesh
 from baton.transfer.peer_lanes import PeerLanes
 from baton.transfer.transports.base import Bytes, Ended, OperationEnd, Received, Rows
@@ -125,7 +125,7 @@ class Prober:
         self._lanes.set_peers(sources, time.monotonic())
 
     def measure(self, source: WorkerId, within_s: float) -> Future[PairReport]:
-        """One at a time. Ends within `within_s` and a turn, whatever the peer does."""
+        """One at a time. Ends within `within_s` and SETTLE_S, whatever the peer does."""
         assert self._measuring is None, "one measurement at a time"
         done: Future[PairReport] = Future()
         self._measuring = (self._measure(self._peers[source].stamp, time.monotonic() + within_s), done)
@@ -202,9 +202,10 @@ class Prober:
         for view in self._views(peer):
             if view.status is LaneStatus.UP:
                 reports.append((yield from self._lane(peer, view.lane, until_s)))
-            else:
-                reports.append(LaneReport(view.lane, view.status.value, view.reason or "no answer"))
-        choice = self._lanes.choose(peer, time.monotonic())
+            else:  # one that has failed is tried again and again
+                status = LaneStatus.DOWN if view.reason else view.status
+                reports.append(LaneReport(view.lane, status.value, view.reason or "no answer"))
+        choice = yield from self._choose(peer)
         chosen = choice.lane if isinstance(choice, Chosen) else ""
         return PairReport(peer.worker, self.stamp.worker, control_us, tuple(reports), chosen, choice.reason)
 
@@ -226,6 +227,13 @@ class Prober:
         until_s = min(until_s, time.monotonic() + SETTLE_S)
         while any(view.status is LaneStatus.CONNECTING for view in self._views(peer)) and time.monotonic() < until_s:
             yield
+
+    def _choose(self, peer: Stamp) -> Generator[None, None, Chosen | Wait | NoLane]:
+        """As a hand-off would: it waits for a lane that is about to come up, too."""
+        until_s = time.monotonic() + SETTLE_S
+        while isinstance(choice := self._lanes.choose(peer, time.monotonic()), Wait) and time.monotonic() < until_s:
+            yield
+        return choice
 
     def _views(self, peer: Stamp) -> list[LaneView]:
         return self._lanes.views(time.monotonic()).get(peer.worker, [])

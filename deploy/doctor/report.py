@@ -17,6 +17,7 @@ SCHEMA = 1
 COLOURS = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "red"}
 MOST_PLACES = 4
 """That are named, of those for whom one finding is the same."""
+MOST_VALUES = 8
 MOST_COLUMNS = 8
 
 
@@ -48,34 +49,49 @@ def report_of(findings: list[Finding], found: Found) -> Report:
     )
 
 
-def print_finding(one: Finding, console: Console, places: Sequence[str] = ()) -> None:
-    colour, what = COLOURS[one.severity], escape(one.what)
-    where = _places(places or ([one.where] if one.where else []))
-    expected = f"  (expected: {escape(one.expected)})" if one.expected else ""
-    console.print(f"[{colour}]{one.severity:>6}[/]  {where}{what}: {escape(one.value)}{expected}", soft_wrap=True)
-    if one.way_out:
-        console.print(f"        [bold]{escape(one.way_out)}[/]", soft_wrap=True)
+def print_finding(one: Finding, console: Console) -> None:
+    _print_alike([one], console)
 
 
 def print_found(found: Found, findings: Iterable[Finding], console: Console) -> None:
-    """The matrix, then what is wrong, then what is well: the same of several places once."""
+    """The matrix, then what is well, then what is wrong: the same of several places once. What the matrix says of lanes
+    that are well is not said again."""
     findings = list(findings)
     if found.pairs:
         _print_matrix(found, findings, console)
-    groups: dict[Finding, list[str]] = {}
+    alike: dict[tuple[str, str, str, Severity], list[Finding]] = {}
     for one in findings:
-        same = Finding(one.what, one.severity, one.value, one.way_out, one.expected)
-        groups.setdefault(same, []).extend([one.where] if one.where else [])
+        if not (one.what == "lane" and one.severity is Severity.OK):
+            alike.setdefault((one.what, one.way_out, one.expected, one.severity), []).append(one)
     for severity in reversed(WORST_FIRST):  # the worst last: it is what is on the screen at the end
-        for one, places in groups.items():
-            if one.severity is severity:
-                print_finding(one, console, places)
+        for group in alike.values():
+            if group[0].severity is severity:
+                _print_alike(group, console)
     counts = {severity: sum(one.severity is severity for one in findings) for severity in WORST_FIRST}
     told = ", ".join(f"[{COLOURS[severity]}]{count} {severity}[/]" for severity, count in counts.items())
     console.print(
         f"\n{told}; {len(found.hosts)} hosts, {len(found.pairs)} of {found.pairs_possible} directed pairs, "
         f"{format_bytes(found.moved_bytes)} moved, {found.took_s:.1f} s"
     )
+
+
+def _print_alike(group: Sequence[Finding], console: Console) -> None:
+    """What differs in where it is, and perhaps in what was found there."""
+    one = group[0]
+    values: dict[str, list[str]] = {}
+    for finding in group:
+        values.setdefault(finding.value, []).extend([finding.where] if finding.where else [])
+    expected = f"  (expected: {escape(one.expected)})" if one.expected else ""
+    told = [f"{_places(places)}{escape(value)}" for value, places in values.items()]
+    first = f"[{COLOURS[one.severity]}]{one.severity:>6}[/]  {escape(one.what)}"
+    if len(told) == 1:
+        console.print(f"{first}: {told[0]}{expected}", soft_wrap=True)
+    else:
+        console.print(f"{first}{expected}", soft_wrap=True)
+        for line in (*told[:MOST_VALUES], *([f"and {len(told) - MOST_VALUES} more"] * (len(told) > MOST_VALUES))):
+            console.print(f"          {line}", soft_wrap=True)
+    if one.way_out:
+        console.print(f"        [bold]{escape(one.way_out)}[/]", soft_wrap=True)
 
 
 def _print_matrix(found: Found, findings: Sequence[Finding], console: Console) -> None:

@@ -300,7 +300,11 @@ class UcxLoop:
     async def _leave_door(self) -> None:
         """UCX does not give back a receive of the worker itself: knock, so that it ends."""
         address = self._ucxx.parse_address(self.worker_address)
-        endpoint = await self._context.create_endpoint_from_worker_address(address)
+        try:
+            endpoint = await self._context.create_endpoint_from_worker_address(address)
+        except self._ucxx.error as error:  # not even itself: the network that it was told to use is gone
+            _log.warning("ucx_door", error=str(error))
+            return
         await self._push(endpoint, np.zeros(1, dtype=np.uint8), self.door)
         endpoint.abort(period=_ABORT_NS)
 
