@@ -6,6 +6,7 @@ What cannot be read is left at "unknown": containers hide much, and a doctor tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -29,10 +30,10 @@ from baton.deploy.doctor import topology
 from baton.deploy.doctor.layouts import layout_of
 from baton.deploy.doctor.shapes import Gpu, HostFacts, Nic, RdmaPort
 
-PACKAGES = {
-    "baton": "baton-pd", "torch": "torch", "ray": "ray", "transformers": "transformers", "pyzmq": "pyzmq",
-    "msgspec": "msgspec", "xxhash": "xxhash", "ucxx": "ucxx-cu12",
-}  # fmt: skip
+PACKAGES = {"baton": ("baton-pd",), "ucxx": ("ucxx-cu12", "ucxx-cu13", "ucxx")} | {
+    name: (name,) for name in ("torch", "ray", "transformers", "pyzmq", "msgspec", "xxhash")
+}
+"""By which of these names it is installed."""
 NVIDIA_S = 10.0
 _NVIDIA_VENDOR = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")
@@ -90,11 +91,11 @@ def facts_here(config: ClusterConfig, address: str, ucx_info: str) -> HostFacts:
 
 def versions_here() -> dict[str, str]:
     found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
-    for name, package in PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = ""
+    for name, packages in PACKAGES.items():
+        found[name] = ""
+        for package in packages:
+            with contextlib.suppress(PackageNotFoundError):
+                found[name] = found[name] or version(package)
     return found
 
 
