@@ -251,6 +251,7 @@ def load_served_model(config: ClusterConfig) -> ServedModel:
     info = model_info(config.model.model)
     tokenizer = load_tokenizer(config.model.model)
     guides = Guides(lambda: model_vocabulary(tokenizer, info.vocab_size, info.eos_token_ids))
+    guides.prepare()
     return _served(config, info, max_model_len, ModelTokenizer(tokenizer), guides)
 
 

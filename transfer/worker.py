@@ -103,7 +103,7 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     from baton.common.model.loading import model_info
 
     layout = model_info(config.model.model, progress).layout(config.kv.page_size)
-    return TorchRunner.load(
+    runner = TorchRunner.load(
         config.model.model,
         dtype=config.model.dtype,
         num_pages=_with_null(decided_counts(config.kv, layout)),
@@ -114,6 +114,9 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         shared=shared,
         progress=progress,
     )
+    progress("reading the vocabulary")
+    runner.guides.prepare()
+    return runner
 
 
 def shares_pools(role: str) -> bool:

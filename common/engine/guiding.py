@@ -70,8 +70,8 @@ class _Reader:
 
 
 class Guides:
-    """The grammars of one process, for one model. `vocabulary` is called once, at the first use; it may raise
-    NoVocabulary."""
+    """The grammars of one process, for one model. `vocabulary` is called once, by `prepare` or at the first use; it may
+    raise NoVocabulary."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = vocabulary
@@ -81,6 +81,10 @@ class Guides:
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # of what is compiled; held for no longer than a look takes
         self._readers: dict[int, _Reader] = {}
+
+    def prepare(self) -> None:
+        """Reads the vocabulary now: of a real model that takes half a second, which the first request would wait."""
+        self._load_vocabulary()
 
     def knows(self, grammar: Grammar) -> bool:
         """`explain` answers at once."""

@@ -57,6 +57,21 @@ def written(guides: Guides, grammar: Grammar, seed: int, key: int = 0) -> bytes:
         assert len(text) < 500
 
 
+def test_a_vocabulary_that_was_prepared_is_not_read_by_the_first_request() -> None:
+    read: list[int] = []
+
+    def vocabulary() -> Vocabulary:
+        read.append(1)
+        return fake_vocabulary()
+
+    guides = Guides(vocabulary)
+    guides.prepare()
+    assert read == [1]
+    guides.prepare()
+    assert guides.explain(WORD) == ""
+    assert read == [1]
+
+
 def test_only_what_continues_a_word_of_the_grammar_is_allowed_and_the_end_only_at_its_end() -> None:
     guides = Guides(fake_vocabulary)
     for text, expected in ((b"", b"a"), (b"a", b"bc"), (b"ab", b""), (b"ac", b"c"), (b"accc", b"c")):
