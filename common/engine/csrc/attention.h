@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -130,6 +131,16 @@ struct AttentionPlan {
     }
 };
 
+// Takes items from a counter, one ahead, until none are left: what comes next can be fetched meanwhile.
+template <class Work>
+void take_items(const std::vector<Item>& items, std::atomic<int64_t>& counter, const Work& work) {
+    const int64_t count = static_cast<int64_t>(items.size());
+    for (int64_t i = counter++, next; i < count; i = next) {
+        next = counter++;
+        work(items[i], next < count ? &items[next] : nullptr);
+    }
+}
+
 template <class T>
 class Attention {
   public:
@@ -152,8 +163,9 @@ class Attention {
         }
     }
 
-    // All queries of an item against its spans of keys, one after the other.
-    void attend(const Item& item) const {
+    // All queries of an item against its spans of keys, one after the other. `next`: what this thread will take then, if
+    // that is known.
+    void attend(const Item& item, const Item* next) const {
         const int64_t rows = (item.q_end - item.q_begin) * group_;
         const Work work = work_memory(rows);
         load_queries(item, work);
@@ -162,7 +174,7 @@ class Attention {
             const int64_t stop = std::min(item.key_end, (key / kSpan + 1) * kSpan);
             clear(work.span_stats, work.span_values, rows);
             for (int64_t block = key; block < stop; block += kKeyBlock)
-                attend_block(item, work, block, std::min(kKeyBlock, stop - block));
+                attend_block(item, next, work, block, std::min(kKeyBlock, stop - block));
             for (int64_t r = 0; r < rows; ++r)
                 join(work.stats + 2 * r, work.values + r * dim_, work.span_stats + 2 * r, work.span_values + r * dim_);
             key = stop;
@@ -314,7 +326,7 @@ class Attention {
     }
 
     // `count` keys from `block` on, into span_stats and span_values.
-    void attend_block(const Item& item, const Work& work, int64_t block, int64_t count) const {
+    void attend_block(const Item& item, const Item* next, const Work& work, int64_t block, int64_t count) const {
         // The queries that see anything of this block follow one another.
         int64_t q_first = std::max(item.q_begin, block), q_last = item.q_end;
         while (q_last > q_first && first_visible(q_last - 1) >= block + count) --q_last;
@@ -322,7 +334,7 @@ class Attention {
                         std::max<int64_t>(0, first_visible(item.q_begin) - block)};
         if constexpr (std::is_same_v<T, bf16>) {
             if (tiled_) {
-                attend_block_tiled(item, work, block, count, seen);
+                attend_block_tiled(item, next, work, block, count, seen);
                 return;
             }
         }
@@ -340,15 +352,26 @@ class Attention {
                 work.span_values + seen.first_row * dim_, dim_);
     }
 
+    // The keys that are wanted next: at most a block of them from `begin` on, or of the next item.
+    int64_t locate_following(const Item& item, const Item* next, int64_t begin, const T** to) const {
+        const Item* from = begin < item.key_end ? &item : next;
+        if (!from) return 0;
+        if (from == next) begin = next->key_begin;
+        const int64_t end = std::min(from->key_end, begin + kKeyBlock);
+        locate(from->row, 0, from->kv_head, begin, end, to);
+        return end - begin;
+    }
+
     // The same on matrix units, 16 rows at a time. Rows of a tile that see nothing get weights of zero.
-    void attend_block_tiled(const Item& item, const Work& work, int64_t block, int64_t count, const Seen& seen) const {
-        const T** places = at_least(pointers_of_thread<T>(), kKeyBlock);
-        locate(item.row, 0, item.kv_head, block, block + count, places);
-        fetch(item.row, 1, item.kv_head, block, block + count);
-        fetch(item.row, 0, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
-        pack_keys(places, count, dim_, work.tile_keys);
-        locate(item.row, 1, item.kv_head, block, block + count, places);
-        pack_values(places, seen.unseen, count, dim_, work.tile_values);
+    void attend_block_tiled(const Item& item, const Item* next, const Work& work, int64_t block, int64_t count,
+                            const Seen& seen) const {
+        const T** keys = at_least(pointers_of_thread<T>(), 3 * kKeyBlock);
+        const T **values = keys + kKeyBlock, **following = values + kKeyBlock;
+        locate(item.row, 0, item.kv_head, block, block + count, keys);
+        locate(item.row, 1, item.kv_head, block, block + count, values);
+        pack_keys(keys, count, dim_, work.tile_keys, {values, count});
+        pack_values(values, seen.unseen, count, dim_, work.tile_values,
+                    {following, locate_following(item, next, block + count, following)});
         const int64_t width = (count + 31) / 32 * 32;
         // Each pass over all rows: what a tile is loaded from has long been stored then.
         const int64_t begin = seen.first_row / kTileRows * kTileRows, end = whole_tiles(seen.last_row);

@@ -31,10 +31,23 @@ inline f32x16 exp2_16(f32x16 x) {
     return x < -126.0f ? f32x16{} : p;
 }
 
+// Rows that will be read next. They lie in pages anywhere, so the hardware does not foresee them; and asking for many at
+// once would wait for the first ones, so they are asked for one by one between other work.
+struct Ahead {
+    const bf16* const* rows;
+    int64_t count;
+
+    void fetch(int64_t row, int64_t dim) const {
+        if (row >= count) return;
+        for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[row] + d);
+    }
+};
+
 // K of `count` keys as right factors of scores: for each 16 keys and each 32 dimensions one tile, [pairs of
 // dimensions][keys][2]. Keys up to the next multiple of 16 are zero.
-inline void pack_keys(const bf16* const* keys, int64_t count, int64_t dim, bf16* to) {
-    for (int64_t j = 0; j < count; j += kTileRows)
+inline void pack_keys(const bf16* const* keys, int64_t count, int64_t dim, bf16* to, const Ahead& ahead) {
+    for (int64_t j = 0; j < count; j += kTileRows) {
+        for (int64_t i = 0; i < kTileRows; ++i) ahead.fetch(j + i, dim);
         for (int64_t d = 0; d < dim; d += 2 * kTilePairs, to += kTileElements) {
             f32x16 tile[16];  // pairs, moved as if they were floats
             for (int64_t i = 0; i < kTileRows; ++i) {
@@ -44,11 +57,13 @@ inline void pack_keys(const bf16* const* keys, int64_t count, int64_t dim, bf16*
             transpose16(tile);
             std::memcpy(to, tile, sizeof tile);
         }
+    }
 }
 
 // V of keys [first, count) as right factors: for each 32 keys and each 16 dimensions one tile, [pairs of
 // keys][dimensions][2]. All other keys, up to the next multiple of 32, are zero.
-inline void pack_values(const bf16* const* values, int64_t first, int64_t count, int64_t dim, bf16* to) {
+inline void pack_values(const bf16* const* values, int64_t first, int64_t count, int64_t dim, bf16* to,
+                        const Ahead& ahead) {
     alignas(64) static const bf16 zeros[2 * kTilePairs] = {};
     const auto wide = [](const bf16* from) {
         u16x16 half;
@@ -61,6 +76,8 @@ inline void pack_values(const bf16* const* values, int64_t first, int64_t count,
         for (int64_t pair = 0; pair < kTilePairs; ++pair) {
             const bf16 *even = row(j + 2 * pair), *odd = row(j + 2 * pair + 1);
             bf16* place = to + pair * 2 * kTilePairs;
+            ahead.fetch(j + 2 * pair, dim);
+            ahead.fetch(j + 2 * pair + 1, dim);
             for (int64_t d = 0; d < dim; d += kTileRows, place += kTileElements) {
                 const u32x16 both = wide(even ? even + d : zeros) | (wide(odd ? odd + d : zeros) << 16);
                 std::memcpy(place, &both, sizeof both);

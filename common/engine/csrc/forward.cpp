@@ -225,7 +225,9 @@ class Forward {
             if (last && s_.num_asked == 0) return;
             const AttentionPlan& plan = plans_[plan_of_[number]];
             const Attention<T> attention(attend_args_[number], partials_);
-            phase(plan.items.size(), [&](int64_t i) { attention.attend(plan.items[i]); });
+            take_items(plan.items, counters_[place++].next,
+                       [&](const Item& item, const Item* next) { attention.attend(item, next); });
+#pragma omp barrier
             if (!plan.merges.empty()) phase(plan.merges.size(), [&](int64_t i) { attention.merge(plan.merges[i]); });
             if (last && !all_asked()) {
                 phase(s_.num_asked, [&](int64_t i) { keep_asked(i); });

@@ -15,14 +15,14 @@ void attend(const AttendArgs& args) {
     thread_local std::vector<float> partials;
     const AttentionPlan plan(args);
     const Attention<T> attention(args, at_least(partials, plan.partial_floats(args.head_dim)));
-    const int64_t items = static_cast<int64_t>(plan.items.size()), merges = static_cast<int64_t>(plan.merges.size());
+    const int64_t merges = static_cast<int64_t>(plan.merges.size());
     std::atomic<int64_t> next_item{0};
 #pragma omp parallel if (plan.work >= kSerialWork)
     {
         const Tiles tiles;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < args.num_tokens; ++token) attention.write_token(token);
-        for (int64_t i = next_item++; i < items; i = next_item++) attention.attend(plan.items[i]);
+        take_items(plan.items, next_item, [&](const Item& item, const Item* next) { attention.attend(item, next); });
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < merges; ++i) attention.merge(plan.merges[i]);
