@@ -88,29 +88,37 @@ def sample(path: Path | None, count: int, rate: float) -> tuple[TraceRequest, ..
     )
 
 
-async def measure(every: Sequence[System], rounds: int, requests: Sequence[TraceRequest]) -> dict[str, Measured]:
+async def measure(
+    every: Sequence[System], rounds: int, requests: Sequence[TraceRequest], out: dict[str, str]
+) -> dict[str, Measured]:
+    """Who fails once is asked no more: `out` says why."""
     found = {system.name: Measured() for system in every}
     rng = random.Random(7)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
         for turn in range(rounds + 1):
             for system in every[turn % len(every) :] + every[: turn % len(every)]:
+                if system.name in out:
+                    continue
                 measured = found[system.name] if turn else Measured()  # the first round is a warm-up
                 system.resume()
-                await idle(client, system, rng, measured)
-                if turn:
-                    await isolation(client, system, rng, measured)
-                    await replay(client, system, requests, turn, measured)
+                try:
+                    await idle(client, system, rng, measured)
+                    if turn:
+                        await isolation(client, system, rng, measured)
+                        await replay(client, system, requests, turn, measured)
+                except (RuntimeError, httpx.HTTPError) as failure:
+                    out[system.name] = f"{type(failure).__name__}: {failure}"
                 system.pause()
-                print(f"round {turn}: {system.name}", flush=True)
-    return found
+                print(f"round {turn}: {system.name}: {out.get(system.name, 'done')}", flush=True)
+    return {name: measured for name, measured in found.items() if name not in out}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
 
 
-def report(found: dict[str, Measured], about: str) -> str:
+def report(found: dict[str, Measured], about: str, out: dict[str, str]) -> str:
     def line(name: str, value: Callable[[Measured], float], digits: int = 1) -> list[str]:
         return [name, *(f"{value(one):.{digits}f}" for one in found.values())]
 
@@ -141,6 +149,7 @@ def report(found: dict[str, Measured], about: str) -> str:
         "- Baton PD: a prefill and a decode worker, a pinned core each; colocated: two workers that do both, likewise.",
         "- vLLM PD: two servers, a pinned core each, NixlConnector, asked by the client without a proxy; colocated: one"
         " server on both cores.",
+        *[f"- Left out: {name}: {why}." for name, why in out.items()],
     ]
     return "\n".join(lines) + "\n"
 
@@ -163,18 +172,21 @@ def main() -> None:
     ray.init(
         address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS
     )
-    every = systems(asked.model, asked.dtype, asked.only)
+    every, out = systems(asked.model, asked.dtype, asked.only), dict[str, str]()
     try:
         for system in every:
-            system.start()
+            try:
+                system.start()
+            except RuntimeError as failure:
+                out[system.name] = str(failure)
             system.pause()
-        found = asyncio.run(measure(every, rounds, sample(asked.trace, count, asked.rate)))
+        found = asyncio.run(measure(every, rounds, sample(asked.trace, count, asked.rate), out))
     finally:
         for system in every:
             system.close()
     command = " ".join(["python -m benchmarks.bench_pd", *sys.argv[1:]])
     about = f"`{command}`; {machine()}; {asked.model}, {asked.dtype}; {rounds} rounds in turns after a warm-up."
-    text = report(found, about)
+    text = report(found, about, out)
     print(text)
     if asked.write:
         asked.write.write_text(text)

@@ -17,7 +17,9 @@ import torch
 from benchmarks.engine.cases import Case
 from benchmarks.engine.child import Step, main
 
-READ_MIB = (64, 256, 512, 1024, 3072)
+READ_MIB = (64, 256, 512, 1024, 2048)
+SMALL_BYTES = 1 << 30
+MADV_NOHUGEPAGE = 15  # Python has no name for it
 GEMM = 2048
 TRIES = 3
 
@@ -27,7 +29,8 @@ class Machine:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         torch.set_num_threads(len(spec["cores"]))
-        self._huge, self._small = (_buffer(READ_MIB[-1] << 20, advice) for advice in (mmap.MADV_HUGEPAGE, 15))
+        self._huge = _buffer(READ_MIB[-1] << 20, mmap.MADV_HUGEPAGE)
+        self._small = _buffer(SMALL_BYTES, MADV_NOHUGEPAGE)
         left = torch.randn(GEMM, GEMM).to(getattr(torch, spec["dtype"]))
         self._left, self._right, self._out = left, left.T.contiguous(), torch.empty_like(left)
         self.extra: dict[str, Any] = {}
@@ -40,18 +43,17 @@ class Machine:
         pass
 
     def _everything(self) -> None:
-        half = len(self._huge) // 2
         self.extra = {
             "read": {mib: _rate(mib << 20, _reading(self._huge, mib << 20)) for mib in READ_MIB},
-            "read_small_pages": _rate(1 << 30, _reading(self._small, 1 << 30)),
-            "copy": _rate(2 * half, lambda: self._huge[:half].copy_(self._huge[half:])),
-            "copy_small_pages": _rate(2 * half, lambda: self._small[:half].copy_(self._small[half:])),
+            "read_small_pages": _rate(SMALL_BYTES, _reading(self._small, SMALL_BYTES)),
+            "copy": _rate(4 * len(self._huge), _copying(self._huge)),
+            "copy_small_pages": _rate(4 * len(self._small), _copying(self._small)),
             "flops": _rate(2 * GEMM**3, lambda: torch.matmul(self._left, self._right, out=self._out)),
         }
 
 
 def _buffer(nbytes: int, advice: int) -> torch.Tensor:
-    """float32, written once. Advice 15 is MADV_NOHUGEPAGE, of which Python has no name."""
+    """float32, written once."""
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(advice)
     memory = torch.frombuffer(block, dtype=torch.float32)
@@ -63,6 +65,12 @@ def _reading(buffer: torch.Tensor, nbytes: int) -> Callable[[], object]:
     values = buffer[: nbytes // 4]
     half = len(values) // 2
     return lambda: torch.dot(values[:half], values[half:])
+
+
+def _copying(buffer: torch.Tensor) -> Callable[[], object]:
+    """One half to the other: all of its bytes are read or written."""
+    half = len(buffer) // 2
+    return lambda: buffer[:half].copy_(buffer[half:])
 
 
 def _rate(amount: int, work: Callable[[], object]) -> float:

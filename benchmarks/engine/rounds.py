@@ -51,7 +51,7 @@ def measure(setting: Setting, contenders: Sequence[Contender], rounds: int, say:
                 order = list(children.items())
                 for contender, child in order[turn % len(order) :] + order[: turn % len(order)]:
                     if (case, contender.name) not in results.refused and contender.name not in results.out:
-                        _turn(setting, case, contender, child, results, machine=turn < 2)
+                        _turn(setting, case, contender, child, results, machine=turn == 0)
             say(f"  {case.name}: " + _line(results, case, contenders))
     return results
 
@@ -82,7 +82,7 @@ def _started(
 def _turn(
     setting: Setting, case: Case, contender: Contender, child: ChildProcess, results: Results, machine: bool
 ) -> None:
-    if contender.name == MACHINE and not machine:  # twice a case is often enough
+    if contender.name == MACHINE and not machine:  # once a case is often enough
         return
     refusal = contender.refusal(setting, case)
     if refusal:

@@ -140,7 +140,9 @@ class Vllm:
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
             alone = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": asked}
             answer = await client.post(f"{self._urls[0]}/v1/completions", json=alone)
-            body["kv_transfer_params"] = answer.raise_for_status().json()["kv_transfer_params"]
+            body["kv_transfer_params"] = answer.raise_for_status().json().get("kv_transfer_params")
+            if not body["kv_transfer_params"]:
+                raise RuntimeError(f"{self.name}'s prefill server offers nothing to its decode server")
         async for event in _events(client, self._urls[-1], body):
             yield event
 
