@@ -24,6 +24,7 @@ class ErrorCode(StrEnum):
     NO_WORKER = "no_worker"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
+    TICKET_REFUSED = "ticket_refused"  # of a hand-off: forged, used before, or expired
     TRANSFER_CORRUPT = "transfer_corrupt"
     OUT_OF_PAGES = "out_of_pages"
     DRAINING = "draining"

@@ -336,6 +336,13 @@ class CloseSession(_Message, frozen=True, kw_only=True):
 # ----------------------------------------------------------------------------------- decode <-> prefill
 
 
+class Ticket(_Value, frozen=True, kw_only=True):
+    """The right to begin one hand-off (baton.transfer.session.tickets). Number 0: there is none."""
+
+    number: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    mac: Annotated[bytes, Meta(max_length=32)] = b""
+
+
 class Offer(_Message, frozen=True, kw_only=True):
     """decode -> prefill: I have pages for this request's KV from token `start` on; please fill them.
     Re-sent until Accept or Refuse. Sent only after row, pages and staging credit are held."""
@@ -354,6 +361,7 @@ class Offer(_Message, frozen=True, kw_only=True):
     priority: Priority = 0  # of its regions among those of others
     lane_gbps: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # what the receiver has measured on the lane; 0: nothing yet
     trace: Context = NOT_TRACED
+    ticket: Ticket = Ticket()
 
 
 class Accept(_Message, frozen=True, kw_only=True):

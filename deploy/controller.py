@@ -143,6 +143,7 @@ class ControllerLoop:
             "stranger": mesh.denied + mesh.failed_handshakes,
             "malformed": mesh.malformed,
             "foreign_epoch": mesh.foreign_epoch,
+            "name": mesh.foreign_key,
             "unlisted": core.unlisted_messages,
             "role": core.stray_messages,
         }

@@ -31,6 +31,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.CANCELLED: 499,
     ErrorCode.OUT_OF_PAGES: 503,
+    ErrorCode.TICKET_REFUSED: 500,
     ErrorCode.TRANSFER_CORRUPT: 500,
     ErrorCode.SESSION_NOT_FOUND: 404,
     ErrorCode.SESSION_BUSY: 409,

@@ -10,7 +10,9 @@ Rules:
       its Offer (the last two bounded apart from all else, so that a flood of them pushes out nothing but itself).
 - E3  What ended is remembered for `tombstone_ttl_s` and at most `max_tombstones` per side. Forgetting is safe: every
       sink that ended was fenced, so a source that still asks is answered with Cancel, and that is true.
-- E4  A command for a key that was never known is a bug and raises. A command that crosses the end of its session is
+- E4  An Offer without a good ticket is refused, and nothing is remembered of it. A ticket is good for one hand-off,
+      also when that was forgotten: so no Offer, however late or often it comes, begins anything twice.
+- E5  A command for a key that was never known is a bug and raises. A command that crosses the end of its session is
       legal and ignored: the engine has the event that gives its pages back, or is about to get it. That holds for
       AbortSink, ShipRegion, FinishSource and AbortSource, also when the session has been forgotten by then; OpenSink
       needs a key that was never used.
@@ -45,6 +47,7 @@ from baton.common.messages import (
     Nack,
     Offer,
     Refuse,
+    Ticket,
     pack_tokens,
     unpack_tokens,
 )
@@ -80,6 +83,7 @@ from baton.transfer.session.effects import (
 )
 from baton.transfer.session.ledger import Ledger
 from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step, Verdict
+from baton.transfer.session.tickets import SecretWith, TicketFault, Tickets, everybody
 
 MAX_LIVE_SOURCES = 1024
 OVERLOAD_RETRY_AFTER_S = 1.0
@@ -132,6 +136,7 @@ class Endpoint:
         state_pieces: int = 1,
         layers: Mapping[Component, int] = NO_LAYERS,
         max_live_sources: int = MAX_LIVE_SOURCES,
+        secret_with: SecretWith = everybody,
     ) -> None:
         self._stamp = stamp
         self._config = config
@@ -143,6 +148,7 @@ class Endpoint:
         # Tags are unique in this process, and almost surely over restarts on the same address.
         self._first_tag = (stamp.epoch % (1 << (63 - TAG_BITS))) << TAG_BITS
         self._tags_used = 0
+        self._tickets = Tickets(stamp, secret_with)
         self._counters: Counter[str] = Counter()
         self._history: deque[Transition] = deque(maxlen=HISTORY_LENGTH)
         self._rules = SessionRules(layout.page_size, config.resend_after_s, state_pieces, layers)
@@ -154,7 +160,7 @@ class Endpoint:
     # ------------------------------------------------------------------------------------------- inputs
 
     def command(self, command: SinkCommand | SourceCommand, now: float) -> list[EndpointEffect]:
-        """What the engine asks for. Raises for a key that was never known (E4)."""
+        """What the engine asks for. Raises for a key that was never known (E5)."""
         match command:
             case OpenSink():
                 return self._out(self._open_sink(command, now))
@@ -213,6 +219,7 @@ class Endpoint:
         before = self._listed.values()
         self._listed = {member.stamp.worker: member.stamp for member in view.members}
         dead = {stamp for stamp in before if self._listed.get(stamp.worker) != stamp}
+        self._tickets.forget(dead)
         # A seat may have a process of the other role by now, and an engine that has not heard of it asks it for pages.
         own = next((member for member in view.members if member.stamp == self._stamp), None)
         partners = None if own is None else SPEAKS_TO.get(own.role)
@@ -291,6 +298,7 @@ class Endpoint:
             Span(one.component, 0, unit_ids(one.component, command.pages[one.component], self._rules.state_pieces))
             for one in segments
         )
+        tag_base = self._first_tag + self._tags_used
         order = sink.SinkOrder(
             key=command.key,
             peer=peer or Stamp(command.peer, 0, Epoch(0)),
@@ -302,9 +310,10 @@ class Endpoint:
             sample=command.sample,
             sampling=command.sampling,
             deadline_s=min(command.deadline_s, now + self._config.handoff_ttl_s),
-            tag_base=self._first_tag + self._tags_used,
+            tag_base=tag_base,
             priority=command.priority,
             trace=command.trace,
+            ticket=Ticket() if peer is None else self._tickets.issue(peer, command.key, tag_base),
         )
         if peer is None:  # it left while the command was on its way
             failure = Failure(code=ErrorCode.NO_WORKER, reason=f"{command.peer} is not in the cluster")
@@ -335,6 +344,13 @@ class Endpoint:
 
     def _on_offer(self, offer: Offer, peer: Stamp, now: float) -> Sequence[source.SourceOutput]:
         state = self._sources.get(offer.key)
+        fault = self._tickets.take(offer, peer)
+        if fault is not None and (state is None or fault is TicketFault.FORGED):
+            self._counters[f"ticket.{fault}"] += 1
+            if state is not None:
+                return ()
+            failure = Failure(code=ErrorCode.TICKET_REFUSED, reason=f"the ticket of this offer is {fault}")
+            return (_frame_to(peer, Refuse(key=offer.key, failure=failure)),)
         if state is not None:
             if source.source_peer(state) != peer:
                 failure = Failure(code=ErrorCode.INTERNAL, reason="this hand-off id is another worker's")

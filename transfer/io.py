@@ -53,6 +53,7 @@ from baton.common.messages import (
 from baton.common.spans import trace_id_of
 from baton.common.trace import Recorder
 from baton.common.tracing import NOBODY, SpanSink
+from baton.transfer.allow_list import PairSecrets
 from baton.transfer.api import SinkCommand, SourceCommand
 from baton.transfer.compiling import Compiling
 from baton.transfer.data_plane import DataPlane, DataPlaneSnapshot
@@ -106,9 +107,11 @@ class IoSnapshot:
 def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
     """What came over this process's sockets and was not heard, by why: of nobody (`stranger`), no frame (`malformed`),
     for a process that is gone (`foreign_epoch`), in another's name or of one that was a member (`name`), of no member
-    (`unlisted`), of the controller and none of its words (`controller`), of no use to a hand-off (`handoff`; repeated
-    ones too), stray on a lane (`lane`), and what there was no room for (`full`)."""
+    (`unlisted`), of the controller and none of its words (`controller`), an offer without a good ticket (`ticket`), of
+    no use to a hand-off (`handoff`; repeated ones too), stray on a lane (`lane`), and what there was no room for
+    (`full`)."""
     mesh, dropped = snapshot.mesh, snapshot.dropped
+    tickets = sum(count for name, count in snapshot.endpoint.items() if name.startswith("ticket."))
     return {
         "stranger": mesh.denied + mesh.failed_handshakes,
         "malformed": mesh.malformed,
@@ -116,7 +119,8 @@ def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
         "name": mesh.foreign_key,
         "unlisted": dropped.get("frame_of_unlisted_process", 0),
         "controller": dropped.get("odd_frame_of_controller", 0),
-        "handoff": sum(snapshot.endpoint.values()),
+        "ticket": tickets,
+        "handoff": sum(snapshot.endpoint.values()) - tickets,
         "lane": 0 if snapshot.data is None else snapshot.data.stray,
         "full": dropped.get("refused_by_owner", 0) + dropped.get("uncompiled", 0),
     }
@@ -136,7 +140,13 @@ class _HandOffs:
         names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
         pieces = state_pieces_of(memory)
         self.endpoint = Endpoint(
-            stamp, config.transfer, memory.layout, names, state_pieces=pieces, layers=memory.layers
+            stamp,
+            config.transfer,
+            memory.layout,
+            names,
+            state_pieces=pieces,
+            layers=memory.layers,
+            secret_with=PairSecrets(mesh.keys, mesh.allow).of("ticket"),
         )
 
 

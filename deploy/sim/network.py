@@ -127,6 +127,10 @@ class Network:
         for worker, member in members.items():
             enter(now + random() * delay_s, None, "", arrive, (worker, Frame(sender, member.stamp.epoch, heartbeat)))
 
+    def inject(self, after_s: float, worker: WorkerId, frame: Frame) -> None:
+        """What somebody else than its sender sends, or sends again."""
+        self._schedule.after(after_s, self._arrive, worker, frame)
+
     def carry(self, sender: Stamp, worker: WorkerId, lane: str, arrive: Callable[[Receiver], None]) -> None:
         """Region bytes: `arrive` is called with whoever sits at the other end then. Never doubled: a data lane is a
         stream. Lost only with the lane, which is the data plane's to simulate."""

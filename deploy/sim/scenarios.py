@@ -14,6 +14,7 @@ from baton.deploy.sim import scenarios_peers as peers
 from baton.deploy.sim import scenarios_pressure as pressure
 from baton.deploy.sim import scenarios_resume as resume
 from baton.deploy.sim import scenarios_sessions as sessions
+from baton.deploy.sim import scenarios_tickets as tickets
 from baton.deploy.sim import scenarios_upgrades as upgrades
 from baton.deploy.sim import scenarios_views as views
 from baton.deploy.sim.plan import Scenario
@@ -51,6 +52,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         *flips.SCENARIOS,
         *upgrades.SCENARIOS,
         *keys.SCENARIOS,
+        *tickets.SCENARIOS,
         resume.sink_crash_mid_prompt,
         resume.conversation_comes_back,
         resume.session_that_was_edited,

@@ -2,7 +2,7 @@
 
 Owns a short account of each source, as `watch_sinks` does of sinks. Asserts that the machine answers in the same step.
 
-- O1  An engine hears of an offer once, and not of one that it knows to be over; each offer of what goes on is answered.
+- O1  An engine hears of an offer once, however late it comes again; each offer of what goes on is answered.
 - O2  Nothing waits that may go: what was shipped is sent as far as the most credit that was ever given.
 - O3  What is gathered is announced at once, and the end when all is; what was damaged is sent again.
 - O4  What ends a hand-off is followed by a fence at once, and the fence by the engine's end; but where a receiver
@@ -75,15 +75,6 @@ class _Source:
     cancelled: bool = False  # the receiver wants to hear the end
 
 
-@dataclass(frozen=True, slots=True)
-class _Over:
-    """Remembered, at least until then, and while not so many more have ended."""
-
-    until_s: float
-    number: int
-    asked: bool
-
-
 class SourceWatch:
     """All sources of one process."""
 
@@ -92,8 +83,8 @@ class SourceWatch:
         self._state_pieces = state_pieces
         self._config = config
         self._live: dict[HandoffKey, _Source] = {}
-        self._over: dict[HandoffKey, _Over] = {}
-        self._ended = {True: 0, False: 0}  # whether the engine had been asked -> how many
+        self._over: dict[HandoffKey, None] = {}  # the last ones
+        self._begun_ever: set[HandoffKey] = set()  # for each there was one ticket, good once
 
     def command(self, command: SourceCommand, effects: Effects, now: float) -> None:
         key, source = command.key, self._live.get(command.key)
@@ -123,24 +114,21 @@ class SourceWatch:
         key = body.key
         if isinstance(body, Cancel):
             assert sent(effects, Cancelled, key), f"{self._name} does not answer {body}"
-            self._remember(key, now, asked=False)
+            self._remember(key)
         elif isinstance(body, Offer):
             received = [one.event for one in effects if isinstance(one, EngineEvent)]
             if not received:
-                over = self._over.get(key)
                 answered = any(isinstance(one, SendFrame) for one in effects)
-                assert answered or over is not None, f"{self._name} has no answer to an offer of {key}"
+                assert answered or key in self._over, f"{self._name} has no answer to an offer of {key}"
                 if sent(effects, Refuse, key):
-                    self._remember(key, now, asked=False)
+                    self._remember(key)
                 return
             self._begun(body, peer, effects, now)
 
     def _begun(self, offer: Offer, peer: Stamp, effects: Effects, now: float) -> None:
-        key, over = offer.key, self._over.pop(offer.key, None)
-        if over is not None:
-            since = self._ended[over.asked] - over.number
-            forgotten = now >= over.until_s or since >= self._config.max_tombstones
-            assert forgotten, f"{self._name} begins {key} again, which is over"
+        key = offer.key
+        assert key not in self._begun_ever, f"{self._name} begins {key} again, which is over"
+        self._begun_ever.add(key)
         assert sent(effects, Accept, key), f"{self._name} does not accept {key}"
         [received] = [one.event for one in effects if isinstance(one, EngineEvent)]
         assert isinstance(received, OfferReceived), received
@@ -266,16 +254,12 @@ class SourceWatch:
                 proven = source.fenced and not reads
                 assert proven, f"{self._name}: {end}, and nobody has proven it"
                 del self._live[key]
-                self._remember(key, now, asked=True)
+                self._remember(key)
             case _:
                 pass
 
-    def _remember(self, key: HandoffKey, now: float, *, asked: bool) -> None:
-        """Perhaps not for the first time: what it is told once more is not remembered for longer."""
-        self._ended[asked] += 1
-        if key in self._over and not asked:
-            return
-        self._over[key] = _Over(now + self._config.tombstone_ttl_s, self._ended[asked], asked)
+    def _remember(self, key: HandoffKey) -> None:
+        self._over[key] = None
         if len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
 

@@ -62,6 +62,11 @@ def _arrival(kind: str) -> str:
     return f"< {kind}"
 
 
+def shared_secret(own: Stamp, peer: Stamp) -> bytes:
+    """Another one for each two processes. In the simulated world nobody looks for it."""
+    return repr(sorted(map(repr, (own, peer)))).encode()
+
+
 class WorkerProcess(MemberProcess):
     """A prefill or decode worker."""
 
@@ -117,6 +122,7 @@ class WorkerProcess(MemberProcess):
             state_pieces=state_pieces_of(memory),
             layers=memory.layers,
             max_live_sources=settings.max_live_sources,
+            secret_with=functools.partial(shared_secret, stamp),
         )
         super().__init__(world, stamp, role, revision)
         pieces = state_pieces_of(memory)

@@ -191,7 +191,7 @@ MOST_GROWTH_BYTES = 150 << 20
 
 
 def besiege(lanes: tuple[str, ...], committed: int, seed: int) -> None:
-    """Two honest workers, two mad ones with the cluster's keys, and strangers without."""
+    """Two honest workers, two mad ones that were let in, and strangers."""
     cluster = ChaosCluster(seed, proxied=False)
     dice, tally = random.Random(seed), cluster.tally
     try:

@@ -145,6 +145,8 @@ def forked(endpoint: Endpoint) -> Endpoint:
     """One that goes on by itself. States of sessions are values; only the tables around them are copied."""
     fork = copy.copy(endpoint)
     fork._members = dict(endpoint._members)
+    fork._tickets = copy.copy(endpoint._tickets)
+    fork._tickets._issued, fork._tickets._used = dict(endpoint._tickets._issued), dict(endpoint._tickets._used)
     fork._sinks, fork._sources = _forked(endpoint._sinks), _forked(endpoint._sources)
     return fork
 
@@ -478,7 +480,8 @@ def _identity(endpoint: Endpoint | None) -> Hashable:
         (frozenset(book._states.items()), tuple(book._ended), tuple(book._unasked), book._forgotten)
         for book in (endpoint._sinks, endpoint._sources)
     )
-    return (endpoint._stamp, endpoint._tags_used, frozenset(endpoint._members.values()), *books)
+    tickets = (frozenset(table.items()) for table in (endpoint._tickets._issued, endpoint._tickets._used))
+    return (endpoint._stamp, endpoint._tags_used, frozenset(endpoint._members.values()), *tickets, *books)
 
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -51,11 +51,13 @@ from baton.common.messages import (
     SamplingParams,
     Submit,
     Submitted,
+    Ticket,
     pack_tokens,
 )
 from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.membership import SPEAKS_TO
 from baton.transfer.mesh import Mesh
+from baton.transfer.session.tickets import Tickets
 
 BEAT_S = 0.1
 SEND_WITHIN_S = 20.0
@@ -226,6 +228,10 @@ class MadGateway(Mad):
 
 
 class MadDecode(Mad):
+    def __init__(self, *arguments: object, **settings: object) -> None:
+        super().__init__(*arguments, **settings)  # type: ignore[arg-type]
+        self.tickets = Tickets(self.stamp, self._secret_with)
+
     def honest(self, worker: WorkerId) -> Body:
         dice = self.dice
         if worker.startswith("gateway"):
@@ -234,7 +240,7 @@ class MadDecode(Mad):
             )
         accepted = [body for body in self.words.heard if isinstance(body, Accept | Chunk | Done | Failed)]
         if not accepted or dice.random() < 0.25:
-            return self._offer()
+            return self._offer(worker)
         body = dice.choice(accepted)
         match body:
             case Chunk() if dice.random() < 0.7:
@@ -246,9 +252,15 @@ class MadDecode(Mad):
             case _:
                 return Cancel(key=body.key, failure=_NOTHING)
 
-    def _offer(self) -> Offer:
+    def _secret_with(self, peer: Stamp) -> bytes:
+        return self.keys.shared_with(self.members[peer.worker].key, "ticket")
+
+    def _offer(self, worker: WorkerId) -> Offer:
+        """With a good ticket, most of the time."""
         dice = self.dice
         key = HandoffKey(HandoffId(dice.getrandbits(62)), 1)
+        tag_base = dice.getrandbits(40)
+        ticket = self.tickets.issue(self.members[worker].stamp, key, tag_base)
         self.words.keys = [*self.words.keys[-60:], key]
         return Offer(
             key=key,
@@ -261,7 +273,8 @@ class MadDecode(Mad):
             lane=dice.choice(("local", "tcp", "zmq")),
             credit=dice.choice((1, 4)),
             region_units=(dice.choice((1, 4, 64)),),
-            tag_base=dice.getrandbits(40),
+            tag_base=tag_base,
+            ticket=ticket if dice.random() < 0.9 else dice.choice((Ticket(), Ticket(number=ticket.number, mac=b"x"))),
         )
 
 

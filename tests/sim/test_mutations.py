@@ -64,6 +64,7 @@ from baton.transfer.session.effects import EngineEvent, Landed
 from baton.transfer.session.sink_states import Receiving
 from baton.transfer.session.source_states import Sending
 from baton.transfer.session.step import PeerDead
+from baton.transfer.session.tickets import TicketFault, Tickets
 from baton.transfer.stalls import Stalls
 
 SCENARIO_SEEDS = 3  # as many as the ordinary run has
@@ -833,6 +834,27 @@ def take_all_for_alike(patch):
     patch.setattr(fitting, "group_of", lambda fingerprint: "all")
 
 
+def look_at_no_ticket(patch):
+    """Whoever reaches the control plane begins hand-offs in anybody's name."""
+    patch.setattr(Tickets, "take", lambda self, offer, sink: None)
+
+
+def believe_in_any_mac(patch):
+    """A ticket is a number that anybody may say."""
+    patch.setattr(Tickets, "take", lambda self, offer, sink: self._use(sink, offer.ticket.number))
+
+
+def take_a_ticket_twice(patch):
+    """An offer that comes again when its hand-off has been forgotten begins another one."""
+    take = Tickets.take
+
+    def mutated(self, offer, sink):
+        fault = take(self, offer, sink)
+        return None if fault is TicketFault.USED else fault
+
+    patch.setattr(Tickets, "take", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -907,6 +929,9 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     ask_whoever_computes_prompts,
     go_on_with_whoever_is_there,
     take_all_for_alike,
+    look_at_no_ticket,
+    believe_in_any_mac,
+    take_a_ticket_twice,
 ]
 
 

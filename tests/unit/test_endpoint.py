@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from baton.common.config import TransferConfig
@@ -57,6 +58,7 @@ from baton.transfer.session.effects import (
     SinkPrepared,
     SourceFenced,
 )
+from baton.transfer.session.tickets import sign
 
 ME = Stamp(WorkerId("here-0"), 1, Epoch(500))
 PEER = Stamp(WorkerId("there-0"), 1, Epoch(600))
@@ -84,7 +86,8 @@ def frame(body: object, src: Stamp = PEER, dst: Stamp = ME) -> Frame:
     return Frame(src, dst.epoch, body)  # type: ignore[arg-type]
 
 
-def offer(number: int = 1, **changes: object) -> Offer:
+def offer(number: int = 1, sink: Stamp = PEER, **changes: object) -> Offer:
+    """With a ticket of `sink`'s, of a cluster without keys."""
     fields: dict[str, object] = {
         "key": key(number),
         "request_id": RequestId("r"),
@@ -98,7 +101,11 @@ def offer(number: int = 1, **changes: object) -> Offer:
         "region_units": (2,),
         "tag_base": 9000,
     }
-    return Offer(**(fields | changes))  # type: ignore[arg-type]
+    return signed(Offer(**(fields | changes)), number + 1, sink)  # type: ignore[arg-type]
+
+
+def signed(made: Offer, number: int = 1, sink: Stamp = PEER) -> Offer:
+    return structs.replace(made, ticket=sign(b"", number, made.key, sink, ME, made.tag_base))
 
 
 def span(component: str, units: list[int]) -> Span:
@@ -141,7 +148,7 @@ def test_a_third_party_cannot_touch_a_hand_off() -> None:
     here.command(open_sink(2), 0.0)
     assert here.on_frame(frame(Cancel(key=key(1), failure=FAILURE), src=OTHER), 0.0) == []
     assert here.on_frame(frame(Failed(key=key(2), failure=FAILURE), src=OTHER), 0.0) == []
-    [refusal] = bodies(here.on_frame(frame(offer(1), src=OTHER), 0.0))
+    [refusal] = bodies(here.on_frame(frame(offer(1, OTHER), src=OTHER), 0.0))
     assert isinstance(refusal, Refuse)
     assert (here.live_sources, here.live_sinks) == (1, 1)
 
@@ -251,7 +258,7 @@ def test_a_priority_travels_with_the_offer_to_every_region() -> None:
     [offered] = bodies(here.on_data(SinkPrepared(key(1), "zmq", 2, (2,)), 0.0))
     assert offered.priority == -2
     there = endpoint()
-    received, _ = bodies(there.on_frame(frame(replace(offered, key=key(2))), 0.0))
+    received, _ = bodies(there.on_frame(frame(signed(replace(offered, key=key(2)))), 0.0))
     assert received.priority == -2
     [send] = there.command(ShipRegion(key(2), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
     assert send.priority == -2
@@ -454,7 +461,7 @@ def test_each_segment_has_its_destination_and_a_state_travels_in_pieces() -> Non
     assert isinstance(sent, Offer)
     assert sent.region_units == (4, 9, 1)
     there = hybrid_endpoint()
-    assert isinstance(bodies(there.on_frame(frame(sent), 0.0))[1], Accept)
+    assert isinstance(bodies(there.on_frame(frame(signed(sent)), 0.0))[1], Accept)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +494,7 @@ def test_silence_ends_hand_offs_but_is_no_proof() -> None:
     here.on_frame(frame(offer(1, lane="local")), 0.0)
     here.command(ShipRegion(key(1), 4, 6, np.array([8, 9], dtype=np.int32)), 0.0)
     here.on_data(RegionReady(key(1), 0, 9000, 60, 1), 0.0)
-    here.on_frame(frame(offer(2, lane="local"), src=OTHER), 0.0)
+    here.on_frame(frame(offer(2, OTHER, lane="local"), src=OTHER), 0.0)
     assert FenceSource(key(1)) in here.on_peer_silent(PEER.worker, 1.0)
     assert here.on_peer_silent(PEER.worker, 1.1) == []
     here.on_data(SourceFenced(key(1)), 1.1)

@@ -226,6 +226,7 @@ def make_offer(order: SinkOrder, prepared: SinkPrepared, now: float) -> Offer:
         priority=order.priority,
         lane_gbps=prepared.lane_gbps,
         trace=order.trace,
+        ticket=order.ticket,
     )
 
 

@@ -17,6 +17,7 @@ from baton.common.messages import (
     Offer,
     Refuse,
     SamplingParams,
+    Ticket,
 )
 from baton.common.spans import NOT_TRACED
 from baton.transfer.api import AbortSink
@@ -141,6 +142,7 @@ class SinkOrder(Struct, frozen=True):
     tag_base: int
     priority: int = 0
     trace: str = NOT_TRACED
+    ticket: Ticket = Ticket()
 
     @property
     def total(self) -> int:
