@@ -119,6 +119,21 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     return runner
 
 
+def find_predictor(
+    pool: KvPool, runner: ModelRunner, chunk_tokens: int, target_s: float, say: Callable[[str], None]
+) -> tuple[ChunkPredictor | None, str]:
+    """What chooses the length of chunks, if anything shall (`target_s`) and can; and what to tell of it."""
+    if not target_s:
+        return None, "off"
+    say("measuring how long chunks take")
+    predictor = predictor_for(pool, runner, chunk_tokens, target_s)
+    if isinstance(predictor, Unfit):
+        _log.warning("chunk_predictor_off", reason=predictor.reason, chunk_tokens=chunk_tokens)
+        return None, f"failed: {predictor.reason}"
+    _log.info("chunk_predictor", formula=str(predictor))
+    return predictor, str(predictor)
+
+
 def shares_pools(role: str) -> bool:
     """Whether other processes of this host may map this worker's pools. What prefill computes, they read; decode reads
     its own pool all day, and without huge pages in shared memory a step would lose up to a tenth of its speed."""
@@ -202,7 +217,7 @@ class WorkerProcess:
             events=config.routing.indexed or config.kv_events.publish,
         )
         page_keys, levels = self._open_tiers(memory, say) if self._has_tiers else (None, None)
-        predictor, chunk_predictor = self._profile(pool, runner, say)
+        predictor, chunk_predictor = find_predictor(pool, runner, self._step_tokens, self._chunk_target_s, say)
         core = self._make_core(self._stamp, pool, runner, config, max_context_len, page_keys, predictor)
         checker = InvariantChecker()
         spans = open_sink(config, spec.process_name, self._clock)
@@ -252,20 +267,6 @@ class WorkerProcess:
         engine = EngineLoop(core, runner, post, self._clock, check=check)
         self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher, chunk_predictor, runner.forward_path)
         return io
-
-    def _profile(
-        self, pool: KvPool, runner: ModelRunner, say: Callable[[str], None]
-    ) -> tuple[ChunkPredictor | None, str]:
-        """What chooses the length of chunks, if anything shall and can; and what to say of it."""
-        if not self._chunk_target_s:
-            return None, "off"
-        say("measuring how long chunks take")
-        predictor = predictor_for(pool, runner, self._step_tokens, self._chunk_target_s)
-        if isinstance(predictor, Unfit):
-            _log.warning("chunk_predictor_off", reason=predictor.reason, chunk_tokens=self._step_tokens)
-            return None, f"failed: {predictor.reason}"
-        _log.info("chunk_predictor", formula=str(predictor))
-        return predictor, str(predictor)
 
     def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
         """How pages are named below the pool, and the levels there; None when none can be opened. Raises ConfigError

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 ITEMSIZE: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 _DESCRIPTIONS = ("config.json", "generation_config.json")
+COPY_AGAIN = "copy it again from where it came"
 _BAD_GGUF = (ValueError, KeyError, IndexError, OverflowError, OSError, struct.error)
 _CONVERSION = 1  # part of the cache key: raise it when a conversion writes something else than before
 _FACTS = 2  # the same for `ModelInfo`
@@ -164,7 +165,7 @@ def load_model(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrain
     source = resolve_source(spec)
     config = load_config(source, progress)
     directory = weights_directory(spec, dtype, progress)
-    remedy = f"remove {directory}: it is made again" if source.kind == "gguf" else "copy it again from where it came"
+    remedy = f"remove {directory}: it is made again" if source.kind == "gguf" else COPY_AGAIN
     progress(f"loading {source.name} ({dtype}, {format_bytes(check_files(directory, remedy))} on disk)")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -272,9 +273,13 @@ def _convert_metadata(source: ModelSource, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         config = AutoConfig.from_pretrained(**place)
     except _BAD_GGUF as error:
-        raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
+        raise _bad_gguf(source, error) from error
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+
+
+def _bad_gguf(source: ModelSource, error: Exception) -> ConfigError:
+    return ConfigError(FIELD, str(source.path), f"this GGUF file cannot be read: {str(error)[:200]}", COPY_AGAIN)
 
 
 def _convert_weights(source: ModelSource, metadata: Path, folder: Path, dtype: Dtype) -> None:
@@ -294,7 +299,7 @@ def _convert_weights(source: ModelSource, metadata: Path, folder: Path, dtype: D
             str(source.path), return_tensors=True, model_to_load=skeleton, torch_dtype=getattr(torch, dtype)
         )
     except _BAD_GGUF as error:
-        raise ConfigError(FIELD, str(source.path), "this GGUF file cannot be read", str(error)[:200]) from error
+        raise _bad_gguf(source, error) from error
     tensors: dict[str, torch.Tensor] = loaded["tensors"]
     tied = set(skeleton.all_tied_weights_keys)
     missing = {name for name, _ in skeleton.named_parameters()} - set(tensors) - tied

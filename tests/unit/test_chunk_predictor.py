@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from core_rig import EVERYONE, GREEDY, Rig, decode_engine, prefill_engine, prompt_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.engine import chunk_predictor
@@ -21,6 +22,7 @@ from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.messages import SamplingParams
+from baton.transfer.worker import find_predictor
 
 COST = ChunkCost(base_s=0.010, token_s=1e-4, pair_s=2e-7)
 LAYOUTS = [
@@ -63,6 +65,7 @@ def pool_and_runner(layout: KvLayout, tokens: int = 512, timer: Formula = Formul
 # ------------------------------------------------------------------------------------------------- arithmetic
 
 
+@settings(max_examples=60)
 @given(cost=costs, history=st.integers(0, 100_000), left_s=st.floats(1e-6, 10.0))
 def test_the_longest_chunk_that_fits(cost: ChunkCost, history: int, left_s: float) -> None:
     def adds_s(tokens: int) -> float:
@@ -74,6 +77,7 @@ def test_the_longest_chunk_that_fits(cost: ChunkCost, history: int, left_s: floa
     assert cost.most_tokens(history + 1000, left_s) <= tokens <= cost.most_tokens(history, 2 * left_s)
 
 
+@settings(max_examples=60)
 @given(cost=costs)
 def test_what_follows_the_formula_is_found_again(cost: ChunkCost) -> None:
     points = [(0, 32), (2048, 32), (0, 128), (2048, 128), (0, 512), (2048, 512)]
@@ -122,6 +126,7 @@ def test_a_slower_machine_is_noticed_and_forgiven() -> None:
 # ------------------------------------------------------------------------------------------- chunks of a step
 
 
+@settings(max_examples=60)
 @given(
     cost=costs,
     target_s=st.floats(1e-6, 1.0),
@@ -207,6 +212,24 @@ def test_a_pool_without_room_for_more_than_a_page_or_two(tokens: int) -> None:
     pool, runner = pool_and_runner(KvLayout(4), tokens)
     predictor_for(pool, runner, 64, 0.05)
     assert pool.free_pages == pool.total_pages
+
+
+def test_a_worker_tells_what_became_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    pool, runner = pool_and_runner(KvLayout(4))
+    assert find_predictor(pool, runner, 64, 0.0, said.append) == (None, "off")
+    assert not said
+    predictor, told = find_predictor(pool, runner, 64, 0.05, said.append)
+    assert predictor is not None
+    assert told == "10.00 ms + 100.0 us/token + 200.00 ns/pair, steps of 50 ms"
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    broken = BreakingRunner(runner, 3, RuntimeError("no memory"))
+    assert find_predictor(pool, broken, 64, 0.05, said.append) == (
+        None,
+        "failed: a step failed: RuntimeError: no memory",
+    )
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+    assert len(said) == 2
 
 
 # -------------------------------------------------------------------------------------------------- both cores
