@@ -291,6 +291,12 @@ def prompt_tokens_counted(cluster: Cluster) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith("baton_prompt_tokens_total{"))
 
 
+def test_every_process_tells_what_it_has_refused(cluster: Cluster) -> None:
+    page = httpx.get(f"{cluster.url}/metrics", timeout=20).text
+    for worker in ("controller", "gateway-0", "prefill-0", "decode-0"):
+        assert f'baton_refused_frames_total{{reason="malformed",worker="{worker}"}} 0.0' in page
+
+
 def test_many_at_once_are_all_right(cluster: Cluster) -> None:
     prompts = [f"prompt number {n} " * (n % 7 + 1) for n in range(60)]
     before = prompt_tokens_counted(cluster)

@@ -126,6 +126,8 @@ class WrongKeys:
 class ZmqLaneCaller:
     """A member at the `zmq` lane of a source, who asks for anything."""
 
+    in_a_row = 110
+
     def __init__(self, dice: random.Random, port: int, server: str, keys: KeyPair, stamp: Stamp, meant: Epoch) -> None:
         self._dice, self._stamp, self._meant = dice, stamp, meant
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -173,6 +175,8 @@ class ZmqLaneCaller:
 
 class TcpLaneCaller:
     """A member at the `tcp` lane of a source: proves itself, more or less, and then asks for anything."""
+
+    in_a_row = 110
 
     def __init__(self, dice: random.Random, port: int, secret: bytes, stamp: Stamp, meant: Stamp) -> None:
         self._dice, self._port, self._stamp, self._meant = dice, port, stamp, meant

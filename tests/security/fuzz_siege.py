@@ -26,6 +26,7 @@ from fuzz_doors import (
     ZmqLaneCaller,
 )
 from fuzz_members import Mad, MadDecode, MadGateway, MadPrefill
+from fuzz_ucx import UcxCaller
 from fuzz_victims import Account, Arena, Find, MayStart, Tell, Up, free_ports, run_victims
 
 from baton.common.engine.fake_runner import fake_generate
@@ -105,7 +106,7 @@ class Siege:
         self._closers: list[Callable[[], None]] = []
         self.mad: dict[str, Mad] = {}
         self.sent: Counter[str] = Counter()
-        self.lanes: dict[str, ZmqLaneCaller | TcpLaneCaller] = {}
+        self.lanes: dict[str, ZmqLaneCaller | TcpLaneCaller | UcxCaller] = {}
         self.asker: Asker | None = None
         self._zmq_source: MadZmqSource | None = None
         self._up = self._await(Up)
@@ -144,6 +145,10 @@ class Siege:
             self.lanes["zmq lane"] = ZmqLaneCaller(dice, port, prefill.key, keys, stamp, prefill.stamp.epoch)
         if port := _port_of(prefill, "tcp"):
             self.lanes["tcp lane"] = TcpLaneCaller(dice, port, secret, decode.stamp, prefill.stamp)
+        for lane in prefill.lanes:
+            if lane.lane == "ucx":
+                secret = decode.keys.shared_with(prefill.key, "ucx")
+                self.lanes["ucx lane"] = UcxCaller(dice, lane, secret, decode.stamp, prefill.stamp)
         for one in (self.strangers, self.wrong_keys, self.events, *self.lanes.values()):
             self._closers.append(one.close)
         self.asker = Asker(self._up.url, self.seed)
@@ -206,7 +211,7 @@ class Siege:
     def _round(self) -> None:
         jobs: list[tuple[Callable[[], object], int]] = [
             (self._speak, 300),
-            *((lane.ask, 110 // len(self.lanes)) for lane in self.lanes.values()),
+            *((lane.ask, lane.in_a_row // len(self.lanes)) for lane in self.lanes.values()),
             (self.events.ask, 30),
             (self.http.ask, 14),
             (self.strangers.knock, 8),

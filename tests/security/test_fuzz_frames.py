@@ -15,8 +15,11 @@ import pytest
 from fuzz_siege import Siege
 from fuzz_victims import HONEST, MAD
 
+from baton.transfer.transports.ucx import why_unavailable
+
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FRAMES = int(os.environ.get("FUZZ_FRAMES", "1000000"))
+UCX = pytest.param(("ucx",), marks=pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable()))
 MOST_GROWTH_BYTES = 48 << 20
 """Of the one process that has everything, after the warm-up."""
 MOST_MORE_OBJECTS = 30_000
@@ -74,6 +77,6 @@ def test_a_slice_of_the_fuzzing_breaks_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("lanes", [("local", "tcp", "zmq"), ("tcp", "zmq"), ("zmq",), ("tcp",)])
+@pytest.mark.parametrize("lanes", [("local", "tcp", "zmq"), ("tcp",), ("zmq",), UCX])
 def test_a_million_frames_break_nothing(tmp_path: Path, lanes: tuple[str, ...]) -> None:
     besiege(SEED, FRAMES // 4, FRAMES // 40, tmp_path, lanes)
