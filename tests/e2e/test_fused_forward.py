@@ -128,6 +128,11 @@ def test_bits_do_not_depend_on_the_batch_in_bfloat16_either(tmp_path: Path) -> N
     whole = last_logits([70], [])
     assert torch.equal(whole, last_logits([1, 33, 31, *[1] * 5], []))
     assert torch.equal(whole, last_logits([60, 10], beside))
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(whole, last_logits([50, 20], beside[:2]))
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("case", GENERIC)
