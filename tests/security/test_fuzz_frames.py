@@ -72,7 +72,7 @@ def besiege(seed: int, frames: int, warm_up: int, folder: Path, lanes: tuple[str
 
 
 def test_a_slice_of_the_fuzzing_breaks_nothing(tmp_path: Path) -> None:
-    besiege(SEED, 5000, 1500, tmp_path, ("local", "tcp", "zmq"))
+    besiege(SEED, 4000, 1000, tmp_path, ("local", "tcp", "zmq"))
 
 
 @pytest.mark.slow
