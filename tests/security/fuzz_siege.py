@@ -17,7 +17,6 @@ import httpx
 from chaos_proxy import process_context
 from fuzz_doors import (
     EventReaders,
-    HttpStrangers,
     MadTcpSource,
     MadZmqSource,
     Strangers,
@@ -25,6 +24,7 @@ from fuzz_doors import (
     WrongKeys,
     ZmqLaneCaller,
 )
+from fuzz_http import HttpStrangers
 from fuzz_members import Mad, MadDecode, MadGateway, MadPrefill
 from fuzz_ucx import UcxCaller
 from fuzz_victims import Account, Arena, Find, MayStart, Tell, Up, free_ports, run_victims
