@@ -85,9 +85,9 @@ fuzz-frames: $(READY)
 helm: $(READY) .venv-helm/.ready
 	$(BIN)/python -m pytest tests/helm
 
-# Clusters of hosts that are namespaces of this machine, minutes each: `ray up` over ssh, a head that is lost, the chart's pods
-# run. Wants root and openssh-server, rsync, redis-server, nftables; a test that lacks one of them skips and says so.
-ray-up: $(READY) .venv-helm/.ready
+# Clusters of hosts that are namespaces of this machine, minutes each: `ray up` over ssh, and a head that is lost. Wants
+# root and openssh-server, rsync, redis-server; a test that lacks one of them skips and says so.
+ray-up: $(READY)
 	$(BIN)/python -m pytest -s -m slow tests/clusters
 
 # The chart without Helm, for a cluster that has none; tests/helm keeps it true.
