@@ -36,6 +36,7 @@ def version() -> None:
 for command in (
     serving.serve, serving.deploy, serving.down, serving.run, serving.chat, jobs.submit, studying.bench, looking.status,
     looking.top, looking.kv, looking.handoffs, looking.trace, serving.doctor, serving.drain, serving.flip,
+    serving.scale, serving.upgrade,
     serving.leave, studying.calibrate, studying.plan, studying.sim, serving.demo, version,
 ):  # fmt: skip
     app.command()(command)

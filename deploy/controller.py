@@ -9,6 +9,7 @@ others, tells them its new address, and continues with a higher membership versi
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import threading
@@ -17,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 from ray.actor import ActorHandle
@@ -56,6 +57,8 @@ ANSWER_TIMEOUT_S = 20.0
 """For what is asked of the core: behind a rebuild, at most."""
 RAY_THREADS = 8
 MAX_REJECTED_PEERS = 16
+NODES_LOOK_S = 2.0
+"""So often Ray is asked which nodes are about to go."""
 
 _log = EventLog("baton.controller")
 
@@ -69,6 +72,14 @@ class Seat:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one revision of a cluster."""
+
+    config: ClusterConfig
+    class_paths: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """Everything a controller needs, also the one that Ray restarts."""
@@ -79,6 +90,12 @@ class ClusterPlan:
     class_paths: Mapping[str, str]  # of each role: what its processes run
     launched_at_ms: int  # wall clock
     policy: Policy | None = None  # by which workers change their role; None: they keep it
+    revision: int = 1  # of `config` and `class_paths`
+    before: Mapping[int, Settings] = field(default_factory=dict)  # those of earlier revisions
+
+    def settings(self, revision: int) -> Settings:
+        """What processes of this revision are started with."""
+        return self.before.get(revision, Settings(self.config, self.class_paths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +110,8 @@ class ControllerStatus:
     seats: tuple[SeatStatus, ...]
     members: tuple[Member, ...]
     transitions: tuple[str, ...]
+    changing: bool = False  # the cluster is not yet as the plan has it
+    halted: str = ""  # why the last upgrade was given up
 
 
 class ControllerLoop:
@@ -109,6 +128,7 @@ class ControllerLoop:
         self._mesh = Mesh(self._stamp, at_this_node(plan.config).bind_host, self._keys)
         self._core: ControllerCore | None = None
         self._autoscale = AutoscaleControl(plan.policy, self._clock.now()) if plan.policy is not None else None
+        self._look_at_nodes_s = 0.0
         self._peers: dict[WorkerId, Member] = {}
         self._rejected: deque[WorkerId] = deque()
         self._inbox: deque[Callable[[float], list[Effect]]] = deque()
@@ -153,6 +173,23 @@ class ControllerLoop:
         """Begins to end every process; `status().finished` tells when all are proven dead."""
         self._post(lambda now: self._live_core.shut_down(now))
 
+    def change(self, plan: ClusterPlan) -> None:
+        """From now on the cluster shall be like this. Also after a restart of the controller."""
+        ray_side.keep_plan(plan.run_dir, plan)
+
+        def begin(now: float) -> list[Effect]:
+            if plan.policy != self._plan.policy:
+                self._autoscale = None if plan.policy is None else AutoscaleControl(plan.policy, now)
+            self._plan, self._config = plan, plan.config
+            self._seats = {seat.spec.worker: seat for seat in plan.seats}
+            return self._live_core.change((seat.spec for seat in plan.seats), plan.config.liveness, now)
+
+        self._post(begin)
+
+    @property
+    def plan(self) -> ClusterPlan:
+        return self._plan
+
     def replace_worker(self, worker: WorkerId, role: str) -> str:
         """Why it is not done; "" when the worker has been told to leave."""
         answer: Future[str] = Future()
@@ -186,6 +223,9 @@ class ControllerLoop:
                 self._carry_out(self._live_core.on_timer(now))
                 if self._autoscale is not None:
                     self._scale(self._autoscale, now)
+                if now >= self._look_at_nodes_s:
+                    self._look_at_nodes_s = now + NODES_LOOK_S
+                    self._in_pool(self._leave_nodes_that_go)
                 self._publish_status()
         except BaseException:  # noqa: BLE001 - the thread's top frame
             # Ray starts the controller again, and it rebuilds its view: better than one that half works.
@@ -215,8 +255,9 @@ class ControllerLoop:
                 core.note_incarnation(member.stamp.worker, member.stamp.incarnation, member.role)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # A seat whose process died unseen may have had any number of incarnations, but not ten in a second.
+            core.first_incarnation = (first_version - self._plan.launched_at_ms) // 100
             for seat in self._plan.seats:
-                core.note_incarnation(seat.spec.worker, (first_version - self._plan.launched_at_ms) // 100)
+                core.note_incarnation(seat.spec.worker, core.first_incarnation)
         for process in found:
             core.note_incarnation(process.worker, process.incarnation)
         # One that has not heard of its own admission yet is a member all the same: others have (C1).
@@ -225,10 +266,10 @@ class ControllerLoop:
         for process, report in known:
             known_as = report.member or published.get((process.worker, process.incarnation))
             if known_as is None:
-                core.adopt_starting(process.worker, process.incarnation, report.role, now)
+                core.adopt_starting(process.worker, process.incarnation, report.role, now, report.revision)
                 self._mesh.allow.invite(report.key, process.worker, process.incarnation)
             else:
-                effects += core.adopt(known_as, now, leaving=report.draining)
+                effects += core.adopt(known_as, now, leaving=report.draining, revision=report.revision)
         self._core = core
         self._carry_out(effects)
         for process, _ in known:
@@ -292,7 +333,8 @@ class ControllerLoop:
         seats, transitions = tuple(core.status()), tuple(core.transitions)
         with self._changed:
             old = self._status
-            changed = (seats, transitions, membership.version) != (old.seats, old.transitions, old.version)
+            news = (seats, transitions, membership.version, core.changing, core.halted)
+            changed = news != (old.seats, old.transitions, old.version, old.changing, old.halted)
             self._status = ControllerStatus(
                 revision=old.revision + changed,
                 address=self._mesh.address,
@@ -302,6 +344,8 @@ class ControllerLoop:
                 seats=seats,
                 members=membership.members,
                 transitions=transitions,
+                changing=core.changing,
+                halted=core.halted,
             )
             if changed:
                 self._changed.notify_all()
@@ -318,23 +362,36 @@ class ControllerLoop:
     # ------------------------------------------------------------------------------ on pool threads
 
     def _start_process(self, spec: SeatSpec, incarnation: int, guest: KeyPair) -> None:
-        seat = self._seats[spec.worker]
-        worker = spec.worker
+        seat = self._seats.get(spec.worker)
+        worker, settings = spec.worker, self._plan.settings(spec.revision)
+        if seat is None:
+            return  # not wanted any more
         process = ProcessSpec(
             worker=worker,
             role=spec.role,
             incarnation=incarnation,
             controller=ControllerDoor(self._mesh.address, self._keys.public, guest),
-            config=self._config,
+            config=settings.config,
             cores=seat.cores,
             run_dir=self._plan.run_dir,
+            revision=spec.revision,
         )
         try:
-            handle = ray_side.create_process(process, self._plan.class_paths[spec.role], seat.place)
+            handle = ray_side.create_process(process, settings.class_paths[spec.role], seat.place)
         except (ray.exceptions.RayError, ValueError, ImportError) as error:
             self._on_start_failed(worker, incarnation, str(error))
             return
         self._watch(handle, worker, incarnation)
+
+    def _leave_nodes_that_go(self) -> None:
+        """Who can be asked to leave is; the only one of his role is asked again, when there is another one."""
+        for worker, _ in ray_side.on_nodes_that_go(self._config.cluster):
+            self._post(functools.partial(self._leave_node, worker))
+
+    def _leave_node(self, worker: WorkerId, now: float) -> list[Effect]:
+        role = next((seat.role for seat in self._live_core.status() if seat.worker == worker), "")
+        found = self._live_core.replace_worker(worker, role, now)
+        return [] if isinstance(found, Refused) else found
 
     def _drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
         """Its answer is awaited on no thread. One that does not finish in time is killed by the core's own clock."""
@@ -397,8 +454,7 @@ class ControllerActor:
         configure_logging(ProcessName(CONTROLLER, CONTROLLER), plan.config.logging)
         die_with_parent()
         register_process(plan.run_dir, CONTROLLER)
-        self._plan = plan
-        self._loop = ControllerLoop(plan)
+        self._loop = ControllerLoop(ray_side.kept_plan(plan.run_dir) or plan)
         self._loop.start()
 
     @in_group(HEALTH)
@@ -412,7 +468,11 @@ class ControllerActor:
     @in_group(HEALTH)
     def plan(self) -> ClusterPlan:
         """For whoever attaches to the running cluster."""
-        return self._plan
+        return self._loop.plan
+
+    def change(self, plan: ClusterPlan) -> None:
+        """The cluster shall be like this: one process after the other, while it goes on answering."""
+        self._loop.change(plan)
 
     @in_group(WATCH)
     def wait_status(self, after_revision: int, timeout_s: float) -> ControllerStatus:

@@ -54,7 +54,7 @@ COMPUTE_ROLES = frozenset({"prefill", "decode"})
 
 BURST_S = 0.05
 """After news went out, further news waits this long."""
-MOST_TRIES = 3
+MOST_TRIES = 5
 """To start the first process of a new revision in a seat. One of them may have been struck by something else."""
 _RESTART_WINDOW_S = 60.0
 _MAX_BACKOFF_DOUBLINGS = 6

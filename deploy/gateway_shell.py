@@ -37,7 +37,7 @@ from baton.deploy.detokenize import AnswerText, Piece
 from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.gateway_metrics import GatewayMetrics
 from baton.deploy.recent import RecentBook, SlowRequest
-from baton.deploy.status import GatewayStatus, LaneUse, WorkerView
+from baton.deploy.status import GatewayStatus, LaneUse, SeatView, WorkerView
 from baton.deploy.tokenizer import ServedModel
 from baton.deploy.tracing import AnswerSpans, answered_attributes, asked_attributes
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
@@ -53,6 +53,9 @@ class Workers(Protocol):
 
     async def statuses(self) -> Mapping[str, object]:
         """By worker; those that do not answer in time are left out."""
+
+    async def seats(self) -> list[SeatView]:
+        """What the controller says of all places; nothing when it does not answer in time."""
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         """Who holds a page or slot, for people; of the model's first component unless one is named. Raises
@@ -74,6 +77,9 @@ class UnknownWorkers:
 
     async def statuses(self) -> Mapping[str, object]:
         return {}
+
+    async def seats(self) -> list[SeatView]:
+        return []
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
@@ -483,6 +489,7 @@ class Gateway:
             lanes=[use for _, use in sorted(self._lanes.items())],
             details=dict(await self.workers.statuses()),
             recent=self._recent.look(self._clock.now()),
+            seats=await self.workers.seats(),
         )
 
     @property

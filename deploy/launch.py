@@ -45,6 +45,7 @@ from baton.deploy.ray_side import (
     REAP_TIMEOUT_S,
     create_actor,
     find_process,
+    forget_plan,
     forget_run_dir,
     place_of,
     reap_strangers,
@@ -130,6 +131,19 @@ class ClusterHandle:
         if refused:
             raise LaunchError(refused)
 
+    def change(self, plan: ClusterPlan) -> None:
+        """The cluster becomes like this, one process after the other; `status().changing` tells for how long."""
+        self._call_controller("change", CALL_TIMEOUT_S, plan)
+
+    def current_plan(self) -> ClusterPlan:
+        """It may have been changed since."""
+        plan: ClusterPlan = self._call_controller("plan", CALL_TIMEOUT_S)
+        return plan
+
+    def restart_controller(self) -> None:
+        """Ray starts it again, from what is installed now. Requests do not notice."""
+        ray.kill(self.controller, no_restart=False)
+
     def drain(self, timeout_s: float) -> bool:
         """Every process admits nothing new and finishes what runs: the gateways first, then whom their requests need.
         False: not all of it ended within `timeout_s`. Afterwards the cluster is good for `shutdown` only."""
@@ -172,6 +186,7 @@ class ClusterHandle:
         if self.owns_ray:
             ray.shutdown()
         else:
+            forget_plan(self.plan.run_dir)
             forget_run_dir(self.plan.run_dir)
         shutil.rmtree(self.plan.run_dir, ignore_errors=True)
         if left:
@@ -244,7 +259,7 @@ def launch(
     """Starts a cluster and returns when it is there. `ray_address` None: a Ray of its own on this machine, unless this
     process is connected to one already. Raises ConfigError before anything is started, LaunchError afterwards."""
     config = _checked(config)
-    policy = _policy(config)
+    policy = policy_of(config)
     owns_ray = connect_ray(config, ray_address, on_progress, ray_temp_dir)
     wanted = sum(seat.place.num_cpus for seat in _seats(config))
     free_cpus = ray.available_resources().get("CPU", 0.0)
@@ -327,7 +342,7 @@ def _with_free_ports(config: ClusterConfig) -> ClusterConfig:
     return found
 
 
-def _policy(config: ClusterConfig) -> Policy | None:
+def policy_of(config: ClusterConfig) -> Policy | None:
     """By which workers change their role. Raises ConfigError when the costs cannot be read."""
     scale = config.autoscale
     if not scale.cost_file:
@@ -348,7 +363,7 @@ def _policy(config: ClusterConfig) -> Policy | None:
 def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
     """Workers first, so that the gateway opens its door to a cluster that is loading already."""
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
-    cores = _cores_for(len(roles), config.pin_cores)
+    cores = cores_for(len(roles), config.pin_cores)
     seats = []
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
@@ -359,7 +374,7 @@ def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
     return (*seats, *(Seat(spec=spec, cores=(), place=place) for spec in specs))
 
 
-def _cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
+def cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
     """Which cores each of `workers` workers is pinned to, round robin over the cores this process may use; empty
     tuples when not pinning. Workers that share a machine run one thread each: see docs/adr/0005."""
     if not pin:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import ray._private.state as ray_state
+import ray.experimental.internal_kv as internal_kv
+from ray._private.worker import global_worker
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,6 +31,7 @@ from baton.transfer.process import ProcessSpec, actor_name, parse_actor_name, re
 REAP_TIMEOUT_S = 2.0
 KILL_GRACE_S = 2.0
 """So long a process may take to obey ray.kill. One that does leaves no alarm in Ray's log; one that hangs cannot."""
+_STORE = b"baton"
 _log = EventLog("baton.ray")
 
 
@@ -76,13 +80,21 @@ def place_of(role: str, placement: PlacementConfig) -> Place:
 def create_process(spec: ProcessSpec, class_path: str, place: Place) -> ActorHandle:
     """A detached actor that Ray never restarts: its successor gets another incarnation, from the controller."""
     cluster = spec.config.cluster
-    return create_actor(load_class(class_path), spec, cluster, spec.name, place, max_restarts=0)
+    return create_actor(load_class(class_path), spec, cluster, spec.name, place, max_restarts=0, revision=spec.revision)
 
 
 def create_actor(
-    cls: type[object], argument: object, cluster: str, name: str, place: Place, *, max_restarts: int
+    cls: type[object],
+    argument: object,
+    cluster: str,
+    name: str,
+    place: Place,
+    *,
+    max_restarts: int,
+    revision: int = 1,
 ) -> ActorHandle:
-    """Detached: it outlives whoever creates it."""
+    """Detached: it outlives whoever creates it. One of a later revision gets an interpreter that has imported nothing
+    yet, so a release that was installed meanwhile is what it runs."""
     options: dict[str, Any] = {
         "name": name,
         "namespace": cluster,
@@ -93,6 +105,8 @@ def create_actor(
         "num_gpus": place.num_gpus,
         "resources": dict(place.resources),
     }
+    if revision > 1:
+        options["runtime_env"] = {"env_vars": {"BATON_REVISION": str(revision)}}
     if place.node_labels:
         options["label_selector"] = dict(label.split("=", 1) for label in place.node_labels)
     if place.spread:
@@ -187,6 +201,41 @@ def _on_every_node(function: Callable[..., bool], *arguments: object) -> bool:
     except RayError as error:
         _log.warning("reap_failed", error=str(error)[:200])
         return False
+
+
+def keep_plan(run_dir: str, plan: object) -> None:
+    """In Ray's own store, for a controller that Ray starts again: it would begin with what it was created with,
+    otherwise. Written as Ray writes that."""
+    internal_kv._internal_kv_put(_plan_key(run_dir), ray.cloudpickle.dumps(plan), overwrite=True, namespace=_STORE)
+
+
+def kept_plan(run_dir: str) -> Any:
+    """None: it was never changed."""
+    kept = internal_kv._internal_kv_get(_plan_key(run_dir), namespace=_STORE)
+    return None if kept is None else ray.cloudpickle.loads(kept)
+
+
+def forget_plan(run_dir: str) -> None:
+    internal_kv._internal_kv_del(_plan_key(run_dir), namespace=_STORE)
+
+
+def _plan_key(run_dir: str) -> bytes:
+    return f"plan:{run_dir}".encode()
+
+
+def on_nodes_that_go(cluster: str) -> list[tuple[WorkerId, int]]:
+    """The processes of this cluster on nodes that Ray was told to drain: `ray drain-node`, a spot notice, an autoscaler
+    that takes a node away."""
+    going = set(global_worker.gcs_client.get_draining_nodes())
+    if not going:
+        return []
+    found = [
+        parse_actor_name(actor["Name"])
+        for actor in ray_state.actors().values()
+        if actor["State"] == "ALIVE" and actor["Address"]["NodeID"] in going
+    ]
+    ours = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == cluster}
+    return [one for one in found if one is not None and actor_name(*one) in ours]
 
 
 def find_live_processes(cluster: str, timeout_s: float) -> list[FoundProcess]:

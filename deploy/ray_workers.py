@@ -19,6 +19,7 @@ from baton.common.log import EventLog
 from baton.common.trace import ProcessTrace
 from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.ray_side import find_process
+from baton.deploy.status import SeatView
 from baton.transfer.io import IoThread
 from baton.transfer.process import actor_name
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
@@ -40,6 +41,31 @@ class RayWorkers:
 
     async def statuses(self) -> Mapping[str, object]:
         return await asyncio.to_thread(self._ask_all, "status")
+
+    async def seats(self) -> list[SeatView]:
+        return await asyncio.to_thread(self._seats)
+
+    def _seats(self) -> list[SeatView]:
+        controller = find_process(self._cluster, CONTROLLER)
+        try:
+            status = None if controller is None else ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            _log.warning("controller_without_answer", error=str(error)[:200])
+            return []
+        return [
+            SeatView(
+                worker=seat.worker,
+                role=seat.role,
+                state=seat.state,
+                incarnation=seat.incarnation,
+                detail=seat.detail,
+                revision=seat.revision,
+                group=seat.group,
+                release=seat.release,
+                differs=dict(seat.differs),
+            )
+            for seat in (() if status is None else status.seats)
+        ]
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         owner: str = await asyncio.to_thread(self._ask_one, worker, "page_owner", page, component)

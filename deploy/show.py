@@ -74,6 +74,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
             *pages,
         )
     print_table(table, console)
+    _print_seats(status, console)
     if status.lanes:
         console.print()
         print_lanes(status, console)
@@ -81,6 +82,21 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         print_flows(status, console)
         console.print()
         print_census(status, console)
+
+
+def _print_seats(status: GatewayStatus, console: Console) -> None:
+    """Where somebody is missing, or processes differ: who cannot work with whom, and why."""
+    versions = {(seat.revision, seat.group or None, seat.release) for seat in status.seats if seat.group}
+    if len(versions) < 2 and all(seat.state == "live" for seat in status.seats):
+        return
+    console.print()
+    table = make_table("Seats", "worker", "role", "state", ">revision", "release", "group", "why")
+    for seat in status.seats:
+        differs = ", ".join(f"{name}: {values}" for name, values in seat.differs.items())
+        why = differs or (seat.detail if seat.state != "live" else "")
+        name = f"{seat.worker}@{seat.incarnation}"
+        table.add_row(name, seat.role, seat.state, str(seat.revision), seat.release, seat.group, why)
+    print_table(table, console)
 
 
 def print_lanes(status: GatewayStatus, console: Console) -> None:

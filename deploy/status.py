@@ -33,6 +33,21 @@ class WorkerView(Struct, frozen=True, kw_only=True):
     load: Load
 
 
+class SeatView(Struct, frozen=True, kw_only=True):
+    """One place in the cluster, as its controller sees it: also where nobody is, and why. `differs`: what keeps its
+    process from being of one group with the first one, field -> "its != theirs"."""
+
+    worker: str
+    role: str
+    state: str
+    incarnation: int
+    detail: str = ""
+    revision: int = 1
+    group: str = ""
+    release: str = ""
+    differs: dict[str, str] = {}
+
+
 class GatewayStatus(Struct, frozen=True, kw_only=True):
     """`requests.running` and `recent` are this gateway's own; `details` are the workers' own accounts (page census), by
     worker."""
@@ -47,6 +62,7 @@ class GatewayStatus(Struct, frozen=True, kw_only=True):
     lanes: list[LaneUse]
     details: dict[str, Any]
     recent: Recent = Recent()
+    seats: list[SeatView] = []  # none while the controller does not answer
 
 
 class LaneState(Struct, frozen=True, kw_only=True):

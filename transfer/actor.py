@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Member, Membership
 from baton.transfer.io import IoThread
 from baton.transfer.keys import ControllerDoor, KeyPair
-from baton.transfer.process import ProcessSpec, die_with_parent, register_process
+from baton.transfer.process import ProcessSpec, die_with_parent, on_sigterm, register_process
 
 HEALTH = "health"
 WATCH = "watch"
@@ -79,6 +80,7 @@ class ProcessReport:
     member: Member | None = None
     view: Membership | None = None
     draining: bool = False
+    revision: int = 1
 
 
 class ClusterProcess(Protocol):
@@ -100,7 +102,9 @@ class ProcessActor:
         spec = replace(spec, config=at_this_node(spec.config))
         configure_logging(spec.process_name, spec.config.logging)
         self._role = spec.role
+        self._revision = spec.revision
         self._draining = False
+        self._leave_within_s = spec.config.liveness.drain_deadline_s
         self._admission_timeout_s = spec.config.liveness.start_deadline_s
         self._controller = spec.controller
         self._keys = KeyPair.generate()
@@ -111,6 +115,7 @@ class ProcessActor:
         self._failure: BaseException | None = None
         process = self.make_process(spec, self._keys)
         threading.Thread(target=self._start, args=(process,), name="start", daemon=True).start()
+        on_sigterm(self._leave)
 
     def make_process(self, spec: ProcessSpec, keys: KeyPair) -> ClusterProcess:
         """Returns quickly; what takes long is its `load`. `keys` are the process's own."""
@@ -136,6 +141,19 @@ class ProcessActor:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
+    def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new; True when all that ran has ended, or goes on elsewhere."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """It was told to stop: the controller is to see to a successor, and what runs is finished or handed over. Its
+        end is no failure, whoever comes first: this thread, or the controller that has heard that nothing is left."""
+        _log.info("told_to_stop")
+        if self._io is not None:
+            self._io.leaving = True
+        self.drain(self._leave_within_s)
+        os._exit(0)
+
     def _say(self, step: str) -> None:
         self._steps.append(step)
         _log.info("progress", step=step)
@@ -160,8 +178,9 @@ class ProcessActor:
         """For a controller that was restarted."""
         io = self._io
         if io is None or not io.snapshot().listed:
-            return ProcessReport(self._role, self._keys.public)
-        return ProcessReport(self._role, self._keys.public, io.member, io.latest_membership, self._draining)
+            return ProcessReport(self._role, self._keys.public, revision=self._revision)
+        known = io.member, io.latest_membership, self._draining, self._revision
+        return ProcessReport(self._role, self._keys.public, *known)
 
     @in_group(HEALTH)
     def rejoin(self, controller: ControllerDoor) -> None:

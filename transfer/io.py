@@ -207,6 +207,7 @@ class IoThread:
         self._questions: deque[Callable[[], None]] = deque()
         self._dropped: Counter[str] = Counter()
         self._stopping = False
+        self.leaving = False  # told to the controller, which sees to a successor; set from any thread
         self._told = threading.Condition()
         self._rejected: NotAdmitted | None = None
         self._was_listed = False
@@ -435,7 +436,7 @@ class IoThread:
         if door.address:
             self._mesh.allow.set_controller(door.key)
             self._mesh.connect(CONTROLLER, door.address, door.key, None if self._roster.listed else door.guest)
-            heartbeat = Heartbeat(load=load, view=self._roster.version)
+            heartbeat = Heartbeat(load=load, view=self._roster.version, leaving=self.leaving)
             hello = Hello(protocol_version=PROTOCOL_VERSION, member=self.member)
             self._mesh.send(CONTROLLER, Epoch(0), heartbeat if self._roster.listed else hello)
         if self._hand_offs is not None:

@@ -16,6 +16,8 @@ import secrets
 import select
 import signal
 import stat
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,7 @@ class ProcessSpec:
     config: ClusterConfig
     cores: tuple[int, ...]  # what the process pins itself to; empty: not pinned
     run_dir: str
+    revision: int = 1  # of the settings
 
     @property
     def name(self) -> str:
@@ -105,6 +108,22 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def on_sigterm(do: Callable[[], None]) -> None:
+    """Calls `do` once, on a thread of its own, when this process is told to stop. To be called on the main thread. That
+    one is Ray's and seldom in Python; the byte that the kernel's signal leaves in a pipe is there at once."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        do()
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
 def recorded_pid(run_dir: str, name: str) -> int | None:

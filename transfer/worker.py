@@ -22,7 +22,7 @@ from baton.common.clock import MonotonicClock, wall_offset_s
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import KvMemory, ModelRunner
 from baton.common.engine.chunk_predictor import ChunkPredictor, Unfit
-from baton.common.engine.core_api import Drain, EngineCore
+from baton.common.engine.core_api import Drain, EngineCore, HandOver
 from baton.common.engine.fake_runner import fake_runner
 from baton.common.engine.kv_feed import PublishPages
 from baton.common.engine.loop import EngineLoop, end_process
@@ -55,6 +55,8 @@ from baton.transfer.reports import HandoffTimes, LaneReport, WorkerMetrics, Work
 from baton.transfer.session.ledger import flow_of
 
 CALL_TIMEOUT_S = 5.0
+HAND_OVER_S = 3.0
+"""Before its time is over, a worker that drains gives back what it has not finished."""
 SLOT_STATES = ("free", "reserved", "leased")
 
 _log = EventLog("baton.worker")
@@ -389,11 +391,16 @@ class WorkerProcess:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Admits nothing new; True when everything that ran has ended. Nothing runs while it loads."""
+        """Admits nothing new; True when everything that ran has ended, or was handed over when time grew short. Nothing
+        runs while it loads."""
         if self._loaded is None:
             return True
-        self._loaded.engine.deliver(Drain())
-        idle = self._loaded.engine.wait_idle(timeout_s)
+        engine, hand_over_s = self._loaded.engine, min(HAND_OVER_S, timeout_s / 4)
+        engine.deliver(Drain())
+        idle = engine.wait_idle(timeout_s - hand_over_s)
+        if not idle:
+            engine.deliver(HandOver())
+            idle = engine.wait_idle(hand_over_s)
         self._loaded.spans.flush(FLUSH_S)
         return idle
 

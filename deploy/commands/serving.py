@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from baton.common import env
+from baton.common.resolve import Layer
 from baton.deploy.commands.options import (
     FAILED,
     AsJson,
@@ -33,6 +34,8 @@ from baton.deploy.commands.options import (
     layers_of,
     own_cluster,
 )
+
+Within = Annotated[float, typer.Option(help="Most time to wait for it; it goes on without you.")]
 
 
 def serve(
@@ -223,6 +226,56 @@ def doctor(
     verdict = examination.examine(merged, url, ray_address, bounds, None if as_json else Console(highlight=False))
     if verdict is Severity.FAIL or (strict and verdict is Severity.WARN):
         raise typer.Exit(FAILED)
+
+
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="prefill=3 decode=2, say.")],
+    cluster: Cluster = "baton",
+    ray_address: RunningRay = "auto",
+    within_s: Within = 600.0,
+) -> None:
+    """More workers, or fewer. Those that leave finish what they have."""
+    from baton.deploy import changing
+    from baton.deploy.launch import attach
+
+    wanted: dict[str, int] = {}
+    for count in counts:
+        role, equals, number = count.partition("=")
+        if not equals or not number.isdecimal():
+            raise typer.BadParameter(f"{count!r} is not like decode=2")
+        wanted[role] = int(number)
+    handle = attach(cluster, ray_address)
+    changing.scale(handle, wanted)
+    changing.watch(handle, within_s, lambda line: err.print(line, markup=False))
+
+
+def upgrade(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    surge: Annotated[int, typer.Option(min=0, help="Decode workers beside the others meanwhile.")] = 1,
+    cluster: Cluster = "baton",
+    ray_address: RunningRay = "auto",
+    within_s: Within = 3600.0,
+) -> None:
+    """Replace all processes, one after the other. By such with these settings, of the release that is installed now."""
+    from baton.deploy import changing
+    from baton.deploy.launch import attach
+    from baton.deploy.serve import decide
+
+    handle = attach(cluster, ray_address)
+    running = handle.current_plan().config
+    same = {"cluster": cluster, "gateways": running.gateways, "prefill": running.prefill, "decode": running.decode}
+    where = {"gateway": {"host": running.gateway.host, "port": running.gateway.port}}
+    layers = layers_of(config, settings, flags_of(model or running.model.model, None, None, None, None, dtype))
+    wanted = decide([Layer("the running cluster", {**same, **where}), *layers], err)
+    changing.upgrade(handle, wanted, surge=surge)
+    given_up = changing.watch(handle, within_s, lambda line: err.print(line, markup=False))
+    if given_up:
+        err.print(f"given up: {given_up}", markup=False)
+        raise typer.Exit(FAILED)
+    handle.restart_controller()
 
 
 def drain(worker: Worker, cluster: Cluster = "baton", ray_address: RunningRay = "auto") -> None:

@@ -1,0 +1,156 @@
+"""A running cluster becomes another one: `baton scale` and `baton upgrade`.
+
+Owns: the plan of the cluster as it shall be, from the one that it is, and what a person sees meanwhile. Never: starts
+or ends a process: the controller works the plan off, one process at a time, also when nobody watches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from baton.common.clock import MonotonicClock
+from baton.common.config import ClusterConfig
+from baton.common.config_checks import validate
+from baton.common.errors import ConfigError
+from baton.common.ids import WorkerId
+from baton.common.model.cache import Progress, silent
+from baton.deploy.controller import ClusterPlan, ControllerStatus, Seat, Settings
+from baton.deploy.controller_core import COMPUTE_ROLES
+from baton.deploy.controller_seats import SeatSpec, SeatStatus
+from baton.deploy.launch import ClusterHandle, LaunchError, cores_for, policy_of
+from baton.deploy.ray_side import place_of
+
+SAME = ("cluster", "gateways", "gateway.host", "gateway.port", "model.model")
+"""What an upgrade does not change: where clients find it, and under which name."""
+LOOK_S = 1.0
+
+
+def scale(handle: ClusterHandle, wanted: Mapping[str, int]) -> ClusterPlan:
+    """So many workers of these roles, from now on. Those that are added have the settings of the others; of those that
+    are there, the last ones leave when they have finished what they have. Raises ConfigError."""
+    plan, seats = handle.current_plan(), handle.status().seats
+    for role, count in wanted.items():
+        if role not in COMPUTE_ROLES:
+            raise ConfigError("role", role, f"is none of {', '.join(sorted(COMPUTE_ROLES))}")
+        if count < 1:
+            raise ConfigError(role, count, "the last worker of a role stays", "1, or more")
+    kept = [seat for seat in plan.seats if not seat.spec.extra]
+    for role, count in wanted.items():
+        there = [seat for seat in kept if _role_of(seat, seats) == role]
+        leaving = sorted(there, key=lambda seat: _is_live(seat.spec.worker, seats), reverse=True)[count:]
+        kept = [seat for seat in kept if seat not in leaving]
+        kept += _more(plan, role, count - len(there), kept)
+    roles = [_role_of(seat, seats) for seat in kept]
+    config = dataclasses.replace(plan.config, prefill=roles.count("prefill"), decode=roles.count("decode"))
+    validate(config)
+    changed = dataclasses.replace(plan, config=config, seats=tuple(kept), policy=policy_of(config))
+    handle.change(changed)
+    return changed
+
+
+def upgrade(
+    handle: ClusterHandle,
+    config: ClusterConfig,
+    *,
+    surge: int = 1,
+    class_paths: Mapping[str, str] | None = None,
+) -> ClusterPlan:
+    """All processes are replaced by such with these settings, and of the release that is installed on their nodes.
+    Meanwhile there are `surge` decode workers more, and one prefill worker more where there is only one. Raises
+    ConfigError."""
+    plan, seats = handle.current_plan(), handle.status().seats
+    config = dataclasses.replace(config, prefill=plan.config.prefill, decode=plan.config.decode)
+    if not config.gateway.port:
+        config = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, port=plan.config.gateway.port))
+    for name in SAME:
+        if (wanted := _value(config, name)) != _value(plan.config, name):
+            reason = f"the cluster runs with {_value(plan.config, name)!r}, and an upgrade keeps that"
+            raise ConfigError(name, wanted, reason, "baton deploy --replace, or a cluster of another name")
+    validate(config)
+    revision = plan.revision + 1
+    kept = [seat for seat in plan.seats if not seat.spec.extra]
+    anew = [dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, revision=revision)) for seat in kept]
+    later = dataclasses.replace(
+        plan,
+        config=config,
+        class_paths=dict(class_paths or plan.class_paths),
+        revision=revision,
+        before={**plan.before, plan.revision: Settings(plan.config, plan.class_paths)},
+        policy=policy_of(config),
+    )
+    for role, count in (("decode", surge), ("prefill", 1)):
+        alone = sum(_role_of(seat, seats) == role for seat in kept) == 1
+        more = max(count, 1) if alone else count if role == "decode" else 0
+        anew += [
+            dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, extra=True))
+            for seat in _more(later, role, more, anew)
+        ]
+    later = dataclasses.replace(later, seats=tuple(anew))
+    handle.change(later)
+    return later
+
+
+def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent) -> str:
+    """Until the cluster is as it was told to be: "", or why it is not. Raises LaunchError when that takes longer."""
+    clock = MonotonicClock()
+    deadline_s = clock.now() + within_s
+    shown: dict[WorkerId, str] = {}
+    status = handle.status()
+    while status.changing or not status.ready:
+        if status.halted and not status.changing:
+            return status.halted
+        if clock.now() >= deadline_s:
+            raise LaunchError(f"not done within {within_s:g} s: {', '.join(map(_told, _unfinished(status)))}")
+        for seat in status.seats:
+            if shown.get(seat.worker) != (line := _told(seat)):
+                shown[seat.worker] = line
+                on_progress(line)
+        status = handle.wait_change(status, LOOK_S)
+    return status.halted
+
+
+def _unfinished(status: ControllerStatus) -> list[SeatStatus]:
+    newest = max(seat.revision for seat in status.seats)
+    return [seat for seat in status.seats if seat.state != "live" or seat.revision != newest]
+
+
+def _told(seat: SeatStatus) -> str:
+    why = "" if seat.state == "live" or not seat.detail else f" ({seat.detail})"
+    apart = ", ".join(f"{name}: {values}" for name, values in seat.differs.items())
+    return f"{seat.worker}@{seat.incarnation}, revision {seat.revision}: {seat.state}{why}" + (
+        f"; a group of its own, {apart}" if apart else ""
+    )
+
+
+def _more(plan: ClusterPlan, role: str, count: int, there: Iterable[Seat]) -> list[Seat]:
+    """Seats with names that nobody has."""
+    taken = {seat.spec.worker for seat in there} | {seat.spec.worker for seat in plan.seats}
+    found: list[Seat] = []
+    number = 0
+    cores = cores_for(len(taken) + max(0, count), plan.config.pin_cores)
+    while len(found) < count:
+        worker = WorkerId(f"{role}-{number}")
+        if worker not in taken:
+            spec = SeatSpec(worker, role, plan.revision)
+            found.append(
+                Seat(spec=spec, cores=cores[len(taken) + len(found)], place=place_of(role, plan.config.placement))
+            )
+        number += 1
+    return found
+
+
+def _role_of(seat: Seat, seats: Iterable[SeatStatus]) -> str:
+    """That it has now: workers change it."""
+    return next((one.role for one in seats if one.worker == seat.spec.worker), seat.spec.role)
+
+
+def _is_live(worker: WorkerId, seats: Iterable[SeatStatus]) -> bool:
+    return any(one.worker == worker and one.state == "live" for one in seats)
+
+
+def _value(config: ClusterConfig, name: str) -> object:
+    found: object = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
