@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
+.PHONY: demo test check docs setup sim sim-large soak upgrade-soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
 
 setup: $(READY)
 
@@ -56,6 +56,11 @@ sim-large: $(READY)
 # that outlives everything that serves it; minutes each.
 soak: $(READY)
 	$(BIN)/python -m pytest -m slow tests/actors/test_soak.py tests/actors/test_soak_kv.py tests/actors/test_jobs_kills.py
+
+# An hour's load in minutes, while the cluster is upgraded, made larger and smaller, and loses a hundred workers
+# (docs/UPGRADES.md); some six minutes. UPGRADE_KILLS=n: fewer.
+upgrade-soak: $(READY)
+	$(BIN)/python -m pytest -s -m slow tests/actors/test_upgrade_soak.py
 
 # Ten thousand hand-offs between processes that are stopped and killed, over a network that damages what it can, and each
 # step of the protocol interrupted; about ten minutes. CHAOS_SEED=n draws other faults.

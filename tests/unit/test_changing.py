@@ -1,0 +1,95 @@
+"""The plan of a cluster as it shall be, from the one that it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from baton.common.config import ClusterConfig, GatewayConfig
+from baton.common.errors import ConfigError
+from baton.deploy.changing import scale, upgrade
+from baton.deploy.controller import ClusterPlan, Seat
+from baton.deploy.controller_seats import SeatSpec, SeatStatus
+from baton.deploy.launch import CLASS_PATHS, ClusterHandle
+from baton.deploy.ray_side import Place
+
+
+@dataclass
+class Handle:
+    """What `changing` asks of a cluster; `roles` are those that workers have come to have."""
+
+    plan: ClusterPlan
+    roles: dict[str, str] = field(default_factory=dict)
+
+    def current_plan(self) -> ClusterPlan:
+        return self.plan
+
+    def status(self) -> SimpleNamespace:
+        seats = [
+            SeatStatus(seat.spec.worker, self.roles.get(seat.spec.worker, seat.spec.role), "live", 1, "", 0)
+            for seat in self.plan.seats
+        ]
+        return SimpleNamespace(seats=seats)
+
+    def change(self, plan: ClusterPlan) -> None:
+        self.plan = plan
+
+
+def cluster(prefill: int = 1, decode: int = 2, **roles: str) -> ClusterHandle:
+    names = [*(f"prefill-{n}" for n in range(prefill)), *(f"decode-{n}" for n in range(decode)), "gateway-0"]
+    config = ClusterConfig(prefill=prefill, decode=decode, pin_cores=False, gateway=GatewayConfig(port=8123))
+    plan = ClusterPlan(
+        config=config,
+        run_dir="/nowhere",
+        seats=tuple(Seat(spec=SeatSpec(name, name.split("-")[0]), cores=(), place=Place()) for name in names),  # type: ignore[arg-type]
+        class_paths=CLASS_PATHS,
+        launched_at_ms=0,
+    )
+    return cast(ClusterHandle, Handle(plan, {name.replace("_", "-"): role for name, role in roles.items()}))
+
+
+def names(plan: ClusterPlan) -> list[str]:
+    return sorted(seat.spec.worker for seat in plan.seats)
+
+
+def test_more_workers_have_names_that_nobody_has_and_fewer_lose_the_last() -> None:
+    handle = cluster()
+    plan = scale(handle, {"decode": 4, "prefill": 2})
+    assert names(plan) == ["decode-0", "decode-1", "decode-2", "decode-3", "gateway-0", "prefill-0", "prefill-1"]
+    assert (plan.config.prefill, plan.config.decode) == (2, 4)
+    assert names(scale(handle, {"decode": 1})) == ["decode-0", "gateway-0", "prefill-0", "prefill-1"]
+
+
+def test_roles_are_those_that_workers_have_come_to_have() -> None:
+    handle = cluster(prefill=1, decode=3, decode_2="prefill")
+    assert names(scale(handle, {"prefill": 1})) == ["decode-0", "decode-1", "gateway-0", "prefill-0"]
+
+
+@pytest.mark.parametrize("wanted", [{"decode": 0}, {"gateway": 2}])
+def test_what_cannot_be_is_refused(wanted: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        scale(cluster(), wanted)
+
+
+def test_an_upgrade_wants_all_anew_and_some_beside_them_and_keeps_the_way_back() -> None:
+    handle = cluster(prefill=1, decode=2)
+    before = handle.current_plan()
+    plan = upgrade(handle, replace(before.config, prefill=7, kv=replace(before.config.kv, page_size=32)))
+    assert {seat.spec.worker for seat in plan.seats if seat.spec.extra} == {"decode-2", "prefill-1"}
+    assert {seat.spec.revision for seat in plan.seats} == {plan.revision} == {2}
+    assert plan.settings(1).config == before.config
+    assert plan.settings(2).config.kv.page_size == 32
+    assert plan.config.prefill == 1, "how many there are is another question"
+    again = upgrade(handle, before.config, surge=0)
+    assert [seat.spec.role for seat in again.seats if seat.spec.extra] == ["prefill"]
+    assert len(again.seats) == len(before.seats) + 1
+
+
+def test_an_upgrade_keeps_where_clients_find_it() -> None:
+    handle = cluster()
+    config = handle.current_plan().config
+    with pytest.raises(ConfigError, match=r"gateway\.port"):
+        upgrade(handle, replace(config, gateway=replace(config.gateway, port=1)))
