@@ -255,9 +255,9 @@ class ControllerLoop:
                 core.note_incarnation(member.stamp.worker, member.stamp.incarnation, member.role)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             # A seat whose process died unseen may have had any number of incarnations, but not ten in a second.
-            core.first_incarnation = (first_version - self._plan.launched_at_ms) // 100
+            core.book.first_incarnation = (first_version - self._plan.launched_at_ms) // 100
             for seat in self._plan.seats:
-                core.note_incarnation(seat.spec.worker, core.first_incarnation)
+                core.note_incarnation(seat.spec.worker, core.book.first_incarnation)
         for process in found:
             core.note_incarnation(process.worker, process.incarnation)
         # One that has not heard of its own admission yet is a member all the same: others have (C1).
@@ -333,7 +333,7 @@ class ControllerLoop:
         seats, transitions = tuple(core.status()), tuple(core.transitions)
         with self._changed:
             old = self._status
-            news = (seats, transitions, membership.version, core.changing, core.halted)
+            news = (seats, transitions, membership.version, core.book.changing, core.book.halted)
             changed = news != (old.seats, old.transitions, old.version, old.changing, old.halted)
             self._status = ControllerStatus(
                 revision=old.revision + changed,
@@ -344,8 +344,8 @@ class ControllerLoop:
                 seats=seats,
                 members=membership.members,
                 transitions=transitions,
-                changing=core.changing,
-                halted=core.halted,
+                changing=core.book.changing,
+                halted=core.book.halted,
             )
             if changed:
                 self._changed.notify_all()

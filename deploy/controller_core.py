@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import assert_never
 
 from msgspec import structs
@@ -47,7 +47,7 @@ from baton.deploy.controller_seats import (
     member_of,
 )
 from baton.deploy.fitting import misfit
-from baton.deploy.turns import Turn, next_to_replace
+from baton.deploy.seat_book import Seat, SeatBook
 
 COMPUTE_ROLES = frozenset({"prefill", "decode"})
 """Roles that exchange KV pages."""
@@ -60,30 +60,13 @@ _RESTART_WINDOW_S = 60.0
 _MAX_BACKOFF_DOUBLINGS = 6
 
 
-@dataclass(slots=True)
-class _Seat:
-    spec: SeatSpec
-    state: SeatState
-    proven: int | None  # the revision of the last process that stayed here for a while; None: there was none yet
-    revision: int = 1  # that the process there was started with
-    tries: int = 0  # to start one of a revision that is not proven
-    surplus: bool = False  # not wanted any more: whoever sits here leaves, and the seat with him
-    last_incarnation: int = 0
-    restarts: int = 0
-    failures_in_row: int = 0
-    started_at_s: list[float] = field(default_factory=list)  # within the restart window
-    last_failure: str = ""
-
-
 class ControllerCore:
     """Events in (`on_*`), effects out. `first_version` must be above every version published before."""
 
     def __init__(self, seats: Iterable[SeatSpec], liveness: LivenessConfig, first_version: int, now: float) -> None:
         self._liveness = liveness
-        self._seats = {spec.worker: _Seat(spec, Vacant(now), spec.revision) for spec in seats}
-        self._used = dict[WorkerId, int]()  # incarnations of seats that are gone
-        self.first_incarnation = 1  # of seats that are added
-        self.halted = ""  # why the last upgrade was given up
+        self.book = SeatBook(seats, now)
+        self._seats = self.book.seats
         self._version = first_version
         self._published_at_s = now
         self._timer_at_s = now
@@ -180,21 +163,8 @@ class ControllerCore:
     def change(self, specs: Iterable[SeatSpec], liveness: LivenessConfig, now: float) -> list[Effect]:
         """From now on the cluster has these seats. Whoever sits in one that is not among them leaves; whoever was
         started with another revision is replaced in his turn. The roles of seats that are there stay as they are."""
-        wanted = {spec.worker: spec for spec in specs}
-        self._liveness, self.halted = liveness, ""
-        known = {seat.proven for seat in self._seats.values()}
-        for worker, seat in self._seats.items():
-            spec = wanted.get(worker)
-            seat.surplus = spec is None
-            if spec is not None and spec.revision != seat.spec.revision:
-                seat.tries = 0
-            seat.spec = replace(spec, role=seat.spec.role) if spec is not None else seat.spec
-        for worker in wanted.keys() - self._seats.keys():
-            spec = wanted[worker]
-            last = max(self.first_incarnation - 1, self._used.get(worker, 0))
-            proven = spec.revision if spec.revision in known else None
-            self._seats[worker] = _Seat(spec, Vacant(now), proven, last_incarnation=last)
-        self._seats = dict(sorted(self._seats.items(), key=lambda item: item[1].spec.role == "gateway"))
+        self._liveness = liveness
+        self.book.want(specs, now)
         return self.on_timer(now)
 
     def replace_worker(self, worker: WorkerId, role: str, now: float) -> list[Effect] | Refused:
@@ -208,7 +178,7 @@ class ControllerCore:
             return Refused(f"no worker can become {role!r}: {' or '.join(sorted(COMPUTE_ROLES))}")
         if not isinstance(seat.state, Live):
             return Refused(f"{worker} is {_name_of(seat.state)}: only a live worker can be asked to leave")
-        if not self._has_peer(seat, but_extra=True):
+        if not self.book.has_peer(seat, but_extra=True):
             return Refused(f"{worker} is the only live {seat.spec.role} worker")
         why = f"drains, to become {role}" if role != seat.spec.role else "drains, to be replaced"
         seat.spec = replace(seat.spec, role=role)
@@ -249,7 +219,7 @@ class ControllerCore:
             effects += self._go_on_with_changes(now)
         for seat in self._seats.values():
             match seat.state:
-                case Vacant() if now >= seat.state.start_at_s and not self._is_surplus(seat):
+                case Vacant() if now >= seat.state.start_at_s and not self.book.is_surplus(seat):
                     effects.append(self._start(seat, now))
                 case Starting() if now >= seat.state.deadline_s:
                     effects += self._kill(seat, seat.state.incarnation, None, "did not become ready in time", now)
@@ -282,7 +252,7 @@ class ControllerCore:
             due.append(self._told_at_s + BURST_S)
         for seat in self._seats.values():
             match seat.state:
-                case Vacant() if self._is_surplus(seat):
+                case Vacant() if self.book.is_surplus(seat):
                     pass
                 case Vacant():
                     due.append(seat.state.start_at_s)
@@ -323,7 +293,7 @@ class ControllerCore:
         first = next((one for _, one in self._everybody() if one.group), None)
         return [self._told_of(seat, first) for seat in self._seats.values()]
 
-    def _told_of(self, seat: _Seat, first: Member | None) -> SeatStatus:
+    def _told_of(self, seat: Seat, first: Member | None) -> SeatStatus:
         """`first`: whose group the others' are compared with."""
         member = member_of(seat.state)
         return SeatStatus(
@@ -342,13 +312,8 @@ class ControllerCore:
     @property
     def ready(self) -> bool:
         """Every seat is filled by an admitted process, of the revision that is wanted there."""
-        seats = [seat for seat in self._seats.values() if not self._is_surplus(seat)]
-        return all(isinstance(seat.state, Live) and not _is_outdated(seat) for seat in seats)
-
-    @property
-    def upgrading(self) -> bool:
-        """Somewhere the revision that is wanted has not proven itself."""
-        return any(not (seat.surplus or seat.spec.extra or _is_proven(seat)) for seat in self._seats.values())
+        seats = [seat for seat in self._seats.values() if not self.book.is_surplus(seat)]
+        return all(isinstance(seat.state, Live) and not seat.is_outdated for seat in seats)
 
     @property
     def finished(self) -> bool:
@@ -388,7 +353,7 @@ class ControllerCore:
                 assert_never(seat.state)
 
     def _refuse(
-        self, seat: _Seat | None, member: Member, reason: str, differences: Mapping[str, str], now: float
+        self, seat: Seat | None, member: Member, reason: str, differences: Mapping[str, str], now: float
     ) -> list[Effect]:
         reply = Reply(member, Reject(protocol_version=PROTOCOL_VERSION, reason=reason, differences=dict(differences)))
         if seat is None or not isinstance(seat.state, Starting) or seat.state.incarnation != member.stamp.incarnation:
@@ -396,78 +361,30 @@ class ControllerCore:
         named = "; ".join(f"{name}: {values}" for name, values in sorted(differences.items()))
         return [reply, *self._kill(seat, seat.state.incarnation, None, f"refused: {reason} ({named})", now)]
 
-    @property
-    def changing(self) -> bool:
-        """The cluster is not yet as it is wanted, but for those who have died."""
-        return self.upgrading or any(self._is_surplus(seat) or _is_outdated(seat) for seat in self._seats.values())
-
     # ---------------------------------------------------------------------------------------- changes
-
-    def _is_surplus(self, seat: _Seat) -> bool:
-        return seat.surplus or (seat.spec.extra and not self.upgrading)
-
-    def _has_peer(self, seat: _Seat, *, but_extra: bool = False) -> bool:
-        """Somebody else of its role takes requests, and stays (C5)."""
-        others = [one for one in self._seats.values() if one is not seat and one.spec.role == seat.spec.role]
-        stay = [one for one in others if not (self._is_surplus(one) or (but_extra and one.spec.extra))]
-        return any(isinstance(one.state, Live) for one in stay)
 
     def _go_on_with_changes(self, now: float) -> list[Effect]:
         """Who stayed for a while has proven his revision; who is not wanted leaves; then one more process of another
         revision than is wanted, if all others are there."""
-        for seat in self._seats.values():
-            stays = isinstance(seat.state, Live) and now >= seat.state.since_s + self._liveness.dead_after_s
-            if stays and seat.proven != seat.revision:
-                seat.proven, seat.tries = seat.revision, 0
+        self.book.prove(self._liveness.dead_after_s, now)
         effects: list[Effect] = []
-        for seat in [seat for seat in self._seats.values() if self._is_surplus(seat)]:
+        for seat in [seat for seat in self._seats.values() if self.book.is_surplus(seat)]:
             match seat.state:
-                case Live() if self._has_peer(seat):
+                case Live() if self.book.has_peer(seat):
                     effects += self._ask_to_leave(seat, seat.state, "drains, for it is not wanted any more", now)
                 case Starting():
                     effects += self._kill(seat, seat.state.incarnation, None, "not wanted any more", now, planned=True)
                 case Vacant():
-                    self._used[seat.spec.worker] = seat.last_incarnation
-                    del self._seats[seat.spec.worker]
+                    self.book.remove(seat)
                 case Live() | Leaving() | Killing() | Retired():
                     pass
                 case _:
                     assert_never(seat.state)
-        return effects + self._replace_next(now)
-
-    def _replace_next(self, now: float) -> list[Effect]:
-        seats = [seat for seat in self._seats.values() if not self._is_surplus(seat)]
-        if not any(_is_outdated(seat) for seat in seats):
-            return []
-        turns = [
-            Turn(
-                seat.spec.worker,
-                seat.spec.role,
-                there=isinstance(seat.state, Live) and (_is_outdated(seat) or _is_proven(seat)),
-                outdated=_is_outdated(seat),
-                alone=not self._has_peer(seat),
-            )
-            for seat in seats
-        ]
-        worker = next_to_replace(turns)
-        seat = None if worker is None else self._seats[worker]
-        if seat is None or not isinstance(seat.state, Live):
-            return []
-        why = f"drains, to go from revision {seat.revision} to {seat.spec.revision}"
-        return self._ask_to_leave(seat, seat.state, why, now)
-
-    def _give_up_upgrade(self, revision: int, reason: str) -> None:
-        """It does not come up: where it is not there yet, the one before stays, or comes back."""
-        self.halted = reason
-        for seat in self._seats.values():
-            if seat.spec.revision != revision or _is_proven(seat):
-                continue
-            if isinstance(seat.state, Live | Leaving) and seat.revision == revision:
-                seat.proven = revision
-            elif seat.proven is None:
-                seat.surplus = True
-            else:
-                seat.spec = replace(seat.spec, revision=seat.proven)
+        outdated = self.book.next_outdated()
+        if outdated is not None and isinstance(outdated.state, Live):
+            why = f"drains, to go from revision {outdated.revision} to {outdated.spec.revision}"
+            effects += self._ask_to_leave(outdated, outdated.state, why, now)
+        return effects
 
     def _everybody(self) -> Iterator[tuple[int, Member]]:
         """Who is a member, each with the revision that it was started with."""
@@ -494,28 +411,28 @@ class ControllerCore:
             return f"engine step has been running for {live.member.load.step_age_s:.1f} s"
         return ""
 
-    def _start(self, seat: _Seat, now: float) -> Effect:
+    def _start(self, seat: Seat, now: float) -> Effect:
         seat.last_incarnation += 1
         seat.revision = seat.spec.revision
-        seat.tries += not _is_proven(seat)
+        seat.tries += not seat.is_proven
         seat.started_at_s = [at for at in seat.started_at_s if at > now - _RESTART_WINDOW_S] + [now]
         deadline_s = now + self._liveness.start_deadline_s
         self._move(seat, Starting(seat.last_incarnation, deadline_s), "started")
         return StartWorker(seat.spec, seat.last_incarnation)
 
-    def _ask_to_leave(self, seat: _Seat, live: Live, why: str, now: float) -> list[Effect]:
+    def _ask_to_leave(self, seat: Seat, live: Live, why: str, now: float) -> list[Effect]:
         drain_s = self._liveness.drain_deadline_s
         self._move(seat, Leaving(live.member, live.since_s, live.heard_s, now + drain_s), why)
         return [DrainWorker(seat.spec.worker, live.member.stamp.incarnation, drain_s)]
 
     def _kill(
-        self, seat: _Seat, incarnation: int, member: Member | None, reason: str, now: float, planned: bool = False
+        self, seat: Seat, incarnation: int, member: Member | None, reason: str, now: float, planned: bool = False
     ) -> list[Effect]:
         retry_at_s = now + self._liveness.dead_after_s
         self._move(seat, Killing(incarnation, member, reason, retry_at_s, planned), reason)
         return [KillWorker(seat.spec.worker, incarnation, reason)]
 
-    def _vacate(self, seat: _Seat, reason: str, lived_s: float, now: float) -> None:
+    def _vacate(self, seat: Seat, reason: str, lived_s: float, now: float) -> None:
         """The seat's process is proven gone: wait, then start a successor (C4)."""
         if self._shutting_down:
             self._move(seat, Retired(), reason)
@@ -527,8 +444,8 @@ class ControllerCore:
         backoff_s = 0.0
         if seat.failures_in_row > 1:
             backoff_s = self._liveness.restart_backoff_s * 2 ** min(seat.failures_in_row - 2, _MAX_BACKOFF_DOUBLINGS)
-        if seat.tries >= MOST_TRIES and not _is_proven(seat):
-            self._give_up_upgrade(seat.spec.revision, f"{seat.spec.worker} did not come up: {reason}")
+        if seat.tries >= MOST_TRIES and not seat.is_proven:
+            self.book.give_up_upgrade(seat.spec.revision, f"{seat.spec.worker} did not come up: {reason}")
         recent = [at for at in seat.started_at_s if at > now - _RESTART_WINDOW_S]
         limit = self._liveness.max_restarts_per_minute
         bounded_s = recent[-limit] + _RESTART_WINDOW_S if len(recent) >= limit else now
@@ -547,21 +464,11 @@ class ControllerCore:
         membership = self.membership()
         return [Publish(membership, membership.members)]
 
-    def _move(self, seat: _Seat, state: SeatState, why: str) -> None:
+    def _move(self, seat: Seat, state: SeatState, why: str) -> None:
         who = f"{seat.spec.worker}@{incarnation_of(state) or incarnation_of(seat.state)}"
         line = f"{who}: {type(seat.state).__name__} -> {type(state).__name__}: {why}"
         self.transitions = [*self.transitions[-255:], line]
         seat.state = state
-
-
-def _is_outdated(seat: _Seat) -> bool:
-    """It was started with another revision than is wanted."""
-    return seat.revision != seat.spec.revision
-
-
-def _is_proven(seat: _Seat) -> bool:
-    """Somebody of the revision that is wanted has stayed here for a while, whoever sits here now."""
-    return seat.proven == seat.spec.revision
 
 
 def _apart(member: Member | None, first: Member | None) -> Mapping[str, str]:

@@ -61,7 +61,7 @@ def upgrade_that_does_not_come_up(seed: int) -> Scenario:
 
     def reached(report: Report) -> None:
         scenario.reached(report)
-        must("did not come up" in world.controller.core.halted, "the upgrade went on")
+        must("did not come up" in world.controller.core.book.halted, "the upgrade went on")
         assert set(report.outcomes) == {"length"}, report.outcomes
         seats = {seat.worker: (seat.state, seat.revision) for seat in world.controller.core.status()}
         assert seats == {spec.worker: ("live", 1) for spec in world.specs}, seats

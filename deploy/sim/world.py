@@ -491,7 +491,7 @@ class World:
         return (
             full
             and self.controller.alive
-            and not self.controller.core.changing
+            and not self.controller.core.book.changing
             and not any(process.paused or not process.settled for process in self._living())
         )
 

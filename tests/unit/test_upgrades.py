@@ -54,7 +54,7 @@ class Cluster:
                 case DrainWorker(worker, incarnation):
                     self.asked.append((worker, incarnation))
                     live = [seat for seat in self.core.status() if seat.state == "live"]
-                    alone = not self.core.upgrading or len(live) >= len(SPECS) - 1
+                    alone = not self.core.book.upgrading or len(live) >= len(SPECS) - 1
                     assert alone, "C6: somebody leaves while another one is away"
                     self.do(self.core.on_drained(worker, incarnation, self.now))
                 case KillWorker(worker, incarnation):
@@ -85,13 +85,13 @@ def test_all_are_replaced_one_after_the_other_and_the_extra_one_goes() -> None:
     two = {seat.worker: seat for seat in cluster.core.status()}
     assert {seat.group for seat in two.values()} == {group_of(OLD), group_of(NEW)}
     assert two[EXTRA.worker].differs == {"page_size": "32 != 16"}
-    assert cluster.core.changing
+    assert cluster.core.book.changing
     cluster.run(60.0)
     assert {(seat.worker, seat.revision, seat.state) for seat in cluster.core.status()} == {
         (spec.worker, 2, "live") for spec in SPECS
     }
     assert [worker for worker, _ in cluster.asked] == ["prefill-0", "decode-0", "prefill-1", "decode-1", "decode-2"]
-    assert not cluster.core.changing
+    assert not cluster.core.book.changing
 
 
 @pytest.mark.parametrize("extra", [(), (EXTRA,)])
@@ -101,7 +101,7 @@ def test_a_revision_that_does_not_come_up_is_given_up(extra: tuple[SeatSpec, ...
     cluster.run(60.0)
     seats = {(seat.worker, seat.revision, seat.state) for seat in cluster.core.status()}
     assert seats == {(spec.worker, 1, "live") for spec in SPECS}
-    assert "no such model" in cluster.core.halted
+    assert "no such model" in cluster.core.book.halted
     assert len(cluster.asked) == (0 if extra else 1), "whoever serves was not touched before somebody new was there"
     restarts = sum(seat.restarts for seat in cluster.core.status())
     assert restarts == (0 if extra else MOST_TRIES + 1)
