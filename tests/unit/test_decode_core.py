@@ -20,7 +20,7 @@ from core_rig import (
 )
 from msgspec import structs
 
-from baton.common.engine.core_api import Drain, FromPeer, SendTo
+from baton.common.engine.core_api import Drain, FromPeer, HandOver, SendTo
 from baton.common.engine.fake_runner import fake_answer, fake_generate
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, RequestId
@@ -443,6 +443,18 @@ def test_drain_refuses_new_and_finishes_old() -> None:
     rig.settle()
     assert rig.gateway.tokens["old"] == answer(prompt_of(20))
     rig.assert_clean()
+
+
+def test_who_leaves_hands_over_what_it_has_not_finished() -> None:
+    rig = Rig()
+    rig.submit("running", prompt_of(20))
+    rig.submit("waiting", prompt_of(30))
+    rig.run(rig.decode.handle(Drain()))
+    rig.run(rig.decode.handle(HandOver()))
+    rig.settle()
+    assert code_of(rig, "running") is code_of(rig, "waiting") is ErrorCode.DRAINING, "the gateway tries another one"
+    rig.assert_clean()
+    assert rig.decode.core.idle
 
 
 def test_bounded_queue() -> None:
