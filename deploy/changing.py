@@ -111,7 +111,7 @@ def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent
 
 
 def _unfinished(status: ControllerStatus) -> list[SeatStatus]:
-    newest = max(seat.revision for seat in status.seats)
+    newest = max((seat.revision for seat in status.seats), default=1)
     return [seat for seat in status.seats if seat.state != "live" or seat.revision != newest]
 
 

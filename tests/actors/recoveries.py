@@ -39,6 +39,8 @@ class Successions:
             with self._lock:
                 for worker, (killed_s, incarnation) in list(self._open.items()):
                     seat = seats.get(worker)
+                    if not seats:
+                        continue  # the controller has only begun
                     if seat is None:
                         self.gone += 1
                     elif not (seat.state == "live" and seat.incarnation > incarnation):

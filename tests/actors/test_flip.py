@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import ray
-from harness import WAIT_S, ask, check, kill_config, question, wait_clean
+from harness import WAIT_S, ask, check, kill, kill_config, question, wait_clean
 from paced import PACED
 
 from baton.common.ids import WorkerId
@@ -47,6 +48,14 @@ def test_a_decode_worker_becomes_a_prefill_worker_while_requests_run(ray_session
             after = ask(client, question(rng, prompt_tokens=700, max_tokens=5))
             check([after])
             assert after.lane, "no hand-off"
+            # One that is told to stop does so in good order: it finishes what it has, and has a successor.
+            last = [pool.submit(ask, client, question(rng, prompt_tokens=300, max_tokens=100)) for _ in range(6)]
+            assert kill(cluster, D1, signal.SIGTERM)
+            while cluster.status().seats[2].incarnation == 2:
+                cluster.wait_change(cluster.status(), 1.0)
+            cluster.wait_ready(WAIT_S)
+            check([answer.result(WAIT_S) for answer in last])
+            assert any("it was told to stop" in line for line in cluster.status().transitions)
         wait_clean(cluster)
     finally:
         cluster.shutdown()
