@@ -55,6 +55,7 @@ REBUILD_ANSWER_TIMEOUT_S = 5.0
 """A process that does not answer by then is killed. Answering takes a free thread, also while it loads."""
 ANSWER_TIMEOUT_S = 20.0
 """For what is asked of the core: behind a rebuild, at most."""
+CHANGE_TIMEOUT_S = 60.0
 RAY_THREADS = 8
 MAX_REJECTED_PEERS = 16
 NODES_LOOK_S = 2.0
@@ -176,15 +177,20 @@ class ControllerLoop:
     def change(self, plan: ClusterPlan) -> None:
         """From now on the cluster shall be like this. Also after a restart of the controller."""
         ray_side.keep_plan(plan.run_dir, plan)
+        begun: Future[None] = Future()
 
         def begin(now: float) -> list[Effect]:
             if plan.policy != self._plan.policy:
                 self._autoscale = None if plan.policy is None else AutoscaleControl(plan.policy, now)
             self._plan, self._config = plan, plan.config
             self._seats = {seat.spec.worker: seat for seat in plan.seats}
-            return self._live_core.change((seat.spec for seat in plan.seats), plan.config.liveness, now)
+            effects = self._live_core.change((seat.spec for seat in plan.seats), plan.config.liveness, now)
+            self._publish_status()  # whoever asks next sees that it is changing
+            begun.set_result(None)
+            return effects
 
         self._post(begin)
+        begun.result(CHANGE_TIMEOUT_S)
 
     @property
     def plan(self) -> ClusterPlan:

@@ -33,7 +33,7 @@ from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
 from baton.deploy.api_keys import keys_of
 from baton.deploy.autoscale import Policy
-from baton.deploy.controller import ClusterPlan, ControllerActor, ControllerStatus, Seat
+from baton.deploy.controller import CHANGE_TIMEOUT_S, ClusterPlan, ControllerActor, ControllerStatus, Seat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.listener import draw_port, open_listener
 from baton.deploy.planner.command import read_cost
@@ -133,7 +133,7 @@ class ClusterHandle:
 
     def change(self, plan: ClusterPlan) -> None:
         """The cluster becomes like this, one process after the other; `status().changing` tells for how long."""
-        self._call_controller("change", CALL_TIMEOUT_S, plan)
+        self._call_controller("change", CHANGE_TIMEOUT_S + CALL_TIMEOUT_S, plan)
 
     def current_plan(self) -> ClusterPlan:
         """It may have been changed since."""
