@@ -134,4 +134,5 @@ class GatewayActor(ProcessActor):
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
+        self._draining.set()
         return self._process.drain(timeout_s)

@@ -103,8 +103,8 @@ class ProcessActor:
         configure_logging(spec.process_name, spec.config.logging)
         self._role = spec.role
         self._revision = spec.revision
-        self._draining = False
-        self._leave_within_s = spec.config.liveness.drain_deadline_s
+        self._draining = threading.Event()  # somebody has said so
+        self._liveness = spec.config.liveness
         self._admission_timeout_s = spec.config.liveness.start_deadline_s
         self._controller = spec.controller
         self._keys = KeyPair.generate()
@@ -151,7 +151,8 @@ class ProcessActor:
         _log.info("told_to_stop")
         if self._io is not None:
             self._io.leaving = True
-        self.drain(self._leave_within_s)
+        self._draining.wait(self._liveness.dead_after_s)  # or the controller would take its end for a failure
+        self.drain(self._liveness.drain_deadline_s)
         os._exit(0)
 
     def _say(self, step: str) -> None:
@@ -179,7 +180,7 @@ class ProcessActor:
         io = self._io
         if io is None or not io.snapshot().listed:
             return ProcessReport(self._role, self._keys.public, revision=self._revision)
-        known = io.member, io.latest_membership, self._draining, self._revision
+        known = io.member, io.latest_membership, self._draining.is_set(), self._revision
         return ProcessReport(self._role, self._keys.public, *known)
 
     @in_group(HEALTH)

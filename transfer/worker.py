@@ -488,5 +488,5 @@ class WorkerActor(ProcessActor):
 
     @in_group(WATCH)
     def drain(self, timeout_s: float) -> bool:
-        self._draining = True
+        self._draining.set()
         return self._process.drain(timeout_s)
