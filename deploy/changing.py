@@ -6,6 +6,7 @@ or ends a process: the controller works the plan off, one process at a time, als
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -106,7 +107,8 @@ def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent
             if shown.get(seat.worker) != (line := _told(seat)):
                 shown[seat.worker] = line
                 on_progress(line)
-        status = handle.wait_change(status, LOOK_S)
+        with contextlib.suppress(LaunchError):  # a controller that is being restarted is asked again
+            status = handle.wait_change(status, LOOK_S)
     return status.halted
 
 
