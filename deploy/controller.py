@@ -157,18 +157,11 @@ class ControllerLoop:
 
     def metrics(self) -> WorkerMetrics:
         """What came over its socket and was not heard; of a controller that is still rebuilding, nothing."""
-        core, mesh = self._core, self._mesh.counters
+        core = self._core
         if core is None:
             return WorkerMetrics()
-        refused = {
-            "stranger": mesh.denied + mesh.failed_handshakes,
-            "malformed": mesh.malformed,
-            "foreign_epoch": mesh.foreign_epoch,
-            "name": mesh.foreign_key,
-            "unlisted": core.unlisted_messages,
-            "role": core.stray_messages,
-        }
-        return WorkerMetrics(refused=refused)
+        own = {"unlisted": core.unlisted_messages, "role": core.stray_messages}
+        return WorkerMetrics(refused=self._mesh.counters.refusals() | own)
 
     def shut_down(self) -> None:
         """Begins to end every process; `status().finished` tells when all are proven dead."""

@@ -105,18 +105,13 @@ class IoSnapshot:
 
 
 def refusals_of(snapshot: IoSnapshot) -> dict[str, int]:
-    """What came over this process's sockets and was not heard, by why: of nobody (`stranger`), no frame (`malformed`),
-    for a process that is gone (`foreign_epoch`), in another's name or of one that was a member (`name`), of no member
-    (`unlisted`), of the controller and none of its words (`controller`), an offer without a good ticket (`ticket`), of
-    no use to a hand-off (`handoff`; repeated ones too), stray on a lane (`lane`), and what there was no room for
-    (`full`)."""
-    mesh, dropped = snapshot.mesh, snapshot.dropped
+    """What came over this process's sockets and was not heard, by why: what its mesh says (`MeshCounters.refusals`), of
+    no member (`unlisted`), of the controller and none of its words (`controller`), an offer without a good ticket
+    (`ticket`), of no use to a hand-off (`handoff`; repeated ones too), stray on a lane (`lane`), and what there was no
+    room for (`full`)."""
+    dropped = snapshot.dropped
     tickets = sum(count for name, count in snapshot.endpoint.items() if name.startswith("ticket."))
-    return {
-        "stranger": mesh.denied + mesh.failed_handshakes,
-        "malformed": mesh.malformed,
-        "foreign_epoch": mesh.foreign_epoch,
-        "name": mesh.foreign_key,
+    return snapshot.mesh.refusals() | {
         "unlisted": dropped.get("frame_of_unlisted_process", 0),
         "controller": dropped.get("odd_frame_of_controller", 0),
         "ticket": tickets,

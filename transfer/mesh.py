@@ -64,6 +64,16 @@ class MeshCounters:
     denied: int = 0  # connections with a key that was not on the list then
     failed_handshakes: int = 0  # connections that proved nothing: without a key, for another process, or too slow
 
+    def refusals(self) -> dict[str, int]:
+        """What came over the socket and was not heard, by why: of nobody (`stranger`), no frame (`malformed`), for a
+        process that is gone (`foreign_epoch`), in another's name or of one that was a member (`name`)."""
+        return {
+            "stranger": self.denied + self.failed_handshakes,
+            "malformed": self.malformed,
+            "foreign_epoch": self.foreign_epoch,
+            "name": self.foreign_key,
+        }
+
 
 def secure_server(socket: zmq.Socket[bytes], keys: KeyPair | None) -> None:
     """Makes a socket, before it is bound, admit only whom the allow-list of its context knows."""

@@ -17,7 +17,7 @@ import zmq
 from baton.common.ids import Epoch, Stamp
 from baton.transfer.keys import KeyPair
 from baton.transfer.mesh import bind_to, secure_client, secure_server
-from baton.transfer.transports.base import SecretWith
+from baton.transfer.session.tickets import SecretWith
 from baton.transfer.transports.tcp_parts import ASK, DATA, DROP, END, FRAME_BYTES, PROOF_BYTES, Gone, Prover, TcpFrame
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"

@@ -30,6 +30,7 @@ WINDOW = 1 << 14
 _ALL = (1 << WINDOW) - 1
 
 SecretWith = Callable[[Stamp], bytes | None]
+"""What this process and a peer share and nobody else knows; None: that is no member. From any thread."""
 
 
 class TicketFault(StrEnum):

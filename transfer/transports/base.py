@@ -17,7 +17,6 @@ Rules that every transport keeps, and `baton.transfer.testing` checks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,8 +31,6 @@ from baton.common.messages import LaneAddress
 Bytes = npt.NDArray[np.uint8]
 UnitIds = npt.NDArray[np.int32]
 """Rows of a pool as what travels (`staging.unit_rows`): pages, or pieces of states."""
-SecretWith = Callable[[Stamp], bytes | None]
-"""What this process and a peer share and nobody else knows; None: that is no member. From any thread."""
 WakeSource = int | zmq.Socket[bytes]
 """A descriptor or ZMQ socket that becomes readable when `poll` has something to report."""
 

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from baton.common.ids import Stamp
 from baton.common.kv.layout import Component
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, Rows, SecretWith, TransportEvent, Watcher
+from baton.transfer.session.tickets import SecretWith
+from baton.transfer.transports.base import Bytes, Rows, TransportEvent, Watcher
 from baton.transfer.transports.tcp_connections import Connections
 from baton.transfer.transports.tcp_parts import Prover, RegionMemory
 from baton.transfer.transports.tcp_receiver import TcpReceiver

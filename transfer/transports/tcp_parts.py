@@ -24,7 +24,8 @@ import numpy as np
 
 from baton.common.config import MAX_TCP_STREAMS
 from baton.common.ids import Stamp
-from baton.transfer.transports.base import Bytes, Rows, SecretWith
+from baton.transfer.session.tickets import SecretWith
+from baton.transfer.transports.base import Bytes, Rows
 from baton.transfer.transports.seal import Seal
 
 PROOF_BYTES = 512

@@ -29,7 +29,8 @@ from baton.common import env
 from baton.common.errors import ConfigError
 from baton.common.ids import Stamp
 from baton.common.messages import LaneAddress
-from baton.transfer.transports.base import Bytes, LinkDown, SecretWith, TransportEvent, Watcher
+from baton.transfer.session.tickets import SecretWith
+from baton.transfer.transports.base import Bytes, LinkDown, TransportEvent, Watcher
 from baton.transfer.transports.ucx_loop import CLOSE_TIMEOUT_S, UcxLoop
 from baton.transfer.transports.ucx_parts import Ucxx
 

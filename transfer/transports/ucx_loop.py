@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
+from baton.transfer.session.tickets import SecretWith
 from baton.transfer.transports.base import (
     TAG_TAKEN,
     Bytes,
@@ -28,7 +29,6 @@ from baton.transfer.transports.base import (
     LinkDown,
     LinkUp,
     Received,
-    SecretWith,
     Sent,
     TransportEvent,
 )

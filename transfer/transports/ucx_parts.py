@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.ids import Stamp
-from baton.transfer.transports.base import Bytes, SecretWith
+from baton.transfer.session.tickets import SecretWith
+from baton.transfer.transports.base import Bytes
 from baton.transfer.transports.seal import Seal
 
 DOOR_BYTES = 8192
