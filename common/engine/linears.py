@@ -25,7 +25,7 @@ from baton.common.memory import system_memory
 
 PANEL = 16  # kPanel in csrc/matrix.h
 _STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs that lie side by side in a panel
-PACKING = f"panels-{PANEL}/1"
+PACKING = f"panels-{PANEL}-v1"
 """Names what `_pack` makes: another name where it makes something else."""
 
 
@@ -125,7 +125,7 @@ def _parts(arena: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
 
 def _layout(linears: list[nn.Linear]) -> str:
     shapes = [(str(one.weight.dtype), tuple(one.weight.shape)) for one in linears]
-    return f"{PACKING.replace('/', '-v')}-{xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
+    return f"{PACKING}-{xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
 
 
 def _has_product(linear: nn.Linear) -> bool:

@@ -34,7 +34,6 @@ from baton.common.engine.batch import (
     tell_nobody,
 )
 from baton.common.engine.fused.choice import PathChoice, Subject, choose_path
-from baton.common.engine.fused.forward import FusedForward
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
 from baton.common.engine.linears import WeightPlace, in_own_memory, pack_linears
@@ -100,7 +99,6 @@ class TorchRunner:
             torch.set_num_threads(threads)
         backends = choose_backends(attention, info.head_dim, progress)
         self.attention = backends.attention
-        self._fused: FusedForward | None = None
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info

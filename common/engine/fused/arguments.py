@@ -8,6 +8,9 @@ from typing import ClassVar
 
 Report = ctypes.CFUNCTYPE(None, c_int64)
 TABLES = 2
+WEIGHTS = ("query", "key", "value", "output", "gate", "up", "down")
+NORMS = ("before_attention", "of_query", "of_key", "after_attention", "before_mlp", "after_mlp")
+"""Of a layer, named as in `decoder.DecoderLayer`."""
 
 
 class Weight(ctypes.Structure):
@@ -26,11 +29,8 @@ class LayerArgs(ctypes.Structure):
     """A layer and where it has its K and V."""
 
     _fields_: ClassVar = [
-        *((name, Weight) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *(
-            (name, RowNorm)
-            for name in ("before_attention", "of_query", "of_key", "after_attention", "before_mlp", "after_mlp")
-        ),
+        *((name, Weight) for name in WEIGHTS),
+        *((name, RowNorm) for name in NORMS),
         *((name, c_void_p) for name in ("cosines", "sines", "pool")),
         *((name, c_int64) for name in ("pool_layers", "pool_layer", "table", "window")),
         *((name, c_double) for name in ("scale", "softcap")),

@@ -2,7 +2,7 @@
 
 Owns: the reading of a model into `Decoder`, and the reasons for which one cannot be read. A part that is not understood
 means that the whole model takes the generic path; what is read here is tried out against that path before it is used
-(`TorchRunner`), so a family whose parts have these names and another meaning is found out.
+(`choice.py`), so a family whose parts have these names and another meaning is found out.
 Never: computes, or keeps a second copy of a weight: packed weights are those of the replaced linear layers.
 """
 

@@ -13,7 +13,17 @@ import numpy as np
 import torch
 
 from baton.common.engine.batch import I64, Batch, OnLayers, PageTable
-from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, Report, RowNorm, StepArgs, TableArgs, Weight
+from baton.common.engine.fused.arguments import (
+    NORMS,
+    WEIGHTS,
+    LayerArgs,
+    ModelArgs,
+    Report,
+    RowNorm,
+    StepArgs,
+    TableArgs,
+    Weight,
+)
 from baton.common.engine.fused.decoder import Decoder, DecoderLayer, NotUnderstoodError
 from baton.common.engine.kernels import Kernels
 from baton.common.engine.linears import CompiledLinear
@@ -24,12 +34,10 @@ from baton.common.memory import system_memory
 LARGEST_KEPT_BYTES = 1 << 28
 """A step that needs more takes fresh memory: a worker must not hold for ever what its longest prompt once needed."""
 _FIRST_POSITIONS = 1024
-_WEIGHTS = ("query", "key", "value", "output", "gate", "up", "down")
-_NORMS = ("before_attention", "of_query", "of_key", "after_attention", "before_mlp", "after_mlp")
 
 
 class FusedForward:
-    """See above."""
+    """Of one decoder over its pools."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, pools: Sequence[PoolLayers]) -> None:
         self._decoder = decoder
@@ -147,8 +155,8 @@ def _layer_args(layer: DecoderLayer) -> LayerArgs:
     """Without its pages and its angles."""
     params = layer.attention
     return LayerArgs(
-        **{name: _weight_args(getattr(layer, name)) for name in _WEIGHTS},
-        **{name: _norm_args(getattr(layer, name)) for name in _NORMS},
+        **{name: _weight_args(getattr(layer, name)) for name in WEIGHTS},
+        **{name: _norm_args(getattr(layer, name)) for name in NORMS},
         window=params.window,
         scale=params.scale,
         softcap=params.softcap,
