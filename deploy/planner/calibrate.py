@@ -36,7 +36,6 @@ from baton.deploy.planner.cost import (
     LaneCost,
     PrefillCost,
     Service,
-    chunk_pairs,
 )
 from baton.deploy.planner.fit import fit_error
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
@@ -100,8 +99,7 @@ class Bench:
             started = self._clock()
             self._runner.collect(self._runner.launch(batch))
             took_s.append(self._clock() - started)
-        pairs = float(chunk_pairs(np.array([tokens]), np.array([before + tokens])).sum()) if tokens else 0.0
-        return StepPoint(tokens, pairs, rows, rows * keys, min(took_s[1:]))
+        return StepPoint(tokens, pairs_of(before, before + tokens), rows, rows * keys, min(took_s[1:]))
 
 
 def measure_steps(bench: Bench, told: Told) -> dict[str, list[StepPoint]]:

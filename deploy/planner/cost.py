@@ -25,6 +25,7 @@ import numpy as np
 from msgspec import Struct
 
 from baton.common.engine.batch import Batch
+from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
 
 VERSION = 1
@@ -143,16 +144,11 @@ class MeasuredStep:
     cost: CostModel
 
     def of(self, batch: Batch) -> float:
-        queries = np.diff(batch.q_offsets).astype(np.float64)
-        keys = batch.kv_lens.astype(np.float64)
+        queries, keys = np.diff(batch.q_offsets), batch.kv_lens
         runs = (queries == 1) & (keys > 1)
-        pairs = float(chunk_pairs(queries[~runs], keys[~runs]).sum())
+        chunks = zip(queries[~runs].tolist(), keys[~runs].tolist(), strict=True)
+        pairs = sum(pairs_of(end - tokens, end) for tokens, end in chunks)
         return self.cost.mixed_step_s(int(queries[~runs].sum()), pairs, int(runs.sum()), float(keys[runs].sum()))
-
-
-def chunk_pairs(queries: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Keys that the last `queries` of `ends` tokens see, each itself and all before it."""
-    return queries * (ends - (queries - 1) / 2)
 
 
 def encode_cost(cost: CostModel) -> bytes:
