@@ -123,10 +123,14 @@ def test_a_ticket_of_other_processes_is_forged() -> None:
 
 
 def test_nothing_is_remembered_of_who_is_gone() -> None:
-    source, [given] = tickets(SOURCE), offers(1)
+    """So its tickets would be good again, and numbers begin anew: it is no member, and never will be."""
+    source, sink, [given] = tickets(SOURCE), tickets(SINK), offers(1)
+    first = sink.issue(SOURCE, given.key, given.tag_base)
     assert source.take(given, SINK) is None
     source.forget([SINK])
-    assert (source._used, source._issued) == ({}, {})
+    sink.forget([SOURCE])
+    assert source.take(given, SINK) is None
+    assert sink.issue(SOURCE, given.key, given.tag_base) == first
 
 
 # ------------------------------------------------------------------------------------------- at an endpoint
