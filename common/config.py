@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from baton.common.by_name import ByName
 from baton.common.errors import ConfigError
 from baton.common.http_config import HttpConfig
 from baton.common.kv.prefix.names import PrefixCacheName
@@ -40,7 +41,7 @@ NODE_ADDRESS = "node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ByName):
     """`model` is a built-in name ("smollm2-135m-instruct", "fake"), a Hugging Face directory, or a .gguf file."""
 
     model: str = "smollm2-135m-instruct"
@@ -52,7 +53,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiersConfig:
+class TiersConfig(ByName):
     """Where a decode worker keeps copies of cached pages below its pool. Off unless a level is named. Only for models
     whose layers all attend to every token."""
 
@@ -83,7 +84,7 @@ class TiersConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvConfig:
+class KvConfig(ByName):
     """One worker's pool. The counts win over `pool_bytes`, of which they are made else (`kv/sizing.py`). Page 0 (the
     null page) comes on top."""
 
@@ -98,7 +99,7 @@ class KvConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig:
+class PrefillConfig(ByName):
     chunk_tokens: int = 512  # most query tokens in one step, over all its rows
     chunk_target_s: float = (
         0.0  # a step has fewer where it would take longer, by a profile made at start; 0: no profile
@@ -112,7 +113,7 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig:
+class DecodeConfig(ByName):
     max_running_requests: int = 64
     max_queued_requests: int = 1024
     num_reserved_decode_tokens: int = 512  # room for growth kept per active request at admission
@@ -125,7 +126,7 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneCapsConfig:
+class LaneCapsConfig(ByName):
     """Gigabytes (1e9) per second on each lane, in each direction; 0: no limit."""
 
     local: float = 0.0
@@ -135,7 +136,7 @@ class LaneCapsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferConfig:
+class TransferConfig(ByName):
     lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq"
     lane_choice: LaneChoice = "measured"  # measured: a lane that is clearly faster comes before the order
     staging_ring_bytes: int = 64 << 20  # receiver-owned
@@ -154,7 +155,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LivenessConfig:
+class LivenessConfig(ByName):
     heartbeat_interval_s: float = 0.2
     dead_after_s: float = 3.0  # silence: hand-offs with it end, and the controller kills and replaces it
     republish_interval_s: float = 1.0  # the controller repeats the membership so often to those who go by an older one
@@ -168,7 +169,7 @@ class LivenessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(ByName):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys_file: str = ""  # of `baton keys new`; "": whoever reaches the gateway may use it
@@ -194,7 +195,7 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdempotencyConfig:
+class IdempotencyConfig(ByName):
     """What a gateway remembers, in its memory, of requests with an `Idempotency-Key` (docs/CLIENT.md)."""
 
     linger_s: float = 10.0  # such a request goes on for so long when its client has hung up
@@ -203,7 +204,7 @@ class IdempotencyConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsConfig:
+class JobsConfig(ByName):
     """Files and batches (docs/JOBS.md)."""
 
     database: str = ""  # a SQLite file, or postgresql://...; "": $BATON_STATE_DIR/<cluster>/jobs.sqlite
@@ -220,7 +221,7 @@ class JobsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoscaleConfig:
+class AutoscaleConfig(ByName):
     """Workers change their role when the mix of requests shifts (docs/AUTOSCALING.md). Off unless costs are named."""
 
     cost_file: str = ""  # of `baton calibrate`, read at launch
@@ -233,7 +234,7 @@ class AutoscaleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(ByName):
     """Where Ray puts processes, on more nodes than one (docs/CLUSTERS.md)."""
 
     resources: Literal["cpu", "role"] = "cpu"  # role: each takes one baton_prefill, baton_decode, baton_gateway or
@@ -245,7 +246,7 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(ByName):
     """Of every process, to its standard error (docs/OBSERVABILITY.md)."""
 
     format: Literal["json", "text"] = "json"
@@ -253,7 +254,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracingConfig:
+class TracingConfig(ByName):
     """OpenTelemetry spans, over OTLP/HTTP. Off unless a collector is named."""
 
     endpoint: str = ""  # http://collector:4318; "": $OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or $OTEL_EXPORTER_OTLP_ENDPOINT
@@ -262,7 +263,7 @@ class TracingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(ByName):
     """Everything `baton serve` needs to know. The same object goes to every process."""
 
     cluster: str = "baton"  # names the Ray namespace; one per cluster of actors

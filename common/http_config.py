@@ -5,13 +5,14 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
+from baton.common.by_name import ByName
 from baton.common.errors import ConfigError
 
 LEAST_HEADER_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpConfig:
+class HttpConfig(ByName):
     """What one client, and all together, may take of a gateway before a request is looked at, and while its answer is
     sent (SECURITY.md)."""
 

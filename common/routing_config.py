@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from baton.common.by_name import ByName
 from baton.common.errors import ConfigError
 
 PolicyName = Literal["prefix_aware", "rendezvous", "least_loaded", "power_of_two", "round_robin"]
@@ -19,7 +20,7 @@ MOST_WORKERS_PER_ROLE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingConfig:
+class RoutingConfig(ByName):
     """Which workers a request is sent to (docs/ROUTING.md)."""
 
     policy: str = "prefix_aware"  # a name, or package.module:function of your own
@@ -32,7 +33,7 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvEventsConfig:
+class KvEventsConfig(ByName):
     """What workers say of their prefix caches to programs outside of the cluster, in vLLM's format. It has no
     authentication: whoever reaches a port reads the tokens of all prompts. Off unless `publish`."""
 

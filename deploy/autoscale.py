@@ -41,6 +41,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from baton.common.by_name import ByName
 from baton.common.ids import WorkerId
 from baton.common.messages import Demand
 from baton.deploy.planner.cost import CostModel
@@ -59,7 +60,7 @@ UNBOUND_S = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Policy(ByName):
     """`workers`: of both roles together. `half_life_s`: of what was late, half counts after so long."""
 
     cost: CostModel

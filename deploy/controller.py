@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.actor import ActorHandle
 
+from baton.common.by_name import ByName
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
@@ -65,7 +66,7 @@ _log = EventLog("baton.controller")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Seat(ByName):
     """One process the cluster shall have, at first in this role, and where it is placed."""
 
     spec: SeatSpec
@@ -74,7 +75,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(ByName):
     """Of one revision of a cluster."""
 
     config: ClusterConfig
@@ -82,7 +83,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPlan:
+class ClusterPlan(ByName):
     """Everything a controller needs, also the one that Ray restarts."""
 
     config: ClusterConfig
@@ -100,7 +101,7 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerStatus:
+class ControllerStatus(ByName):
     """`revision` grows with every change of a seat; `wait_status` waits for it."""
 
     revision: int

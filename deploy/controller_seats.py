@@ -8,12 +8,13 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from baton.common.by_name import ByName
 from baton.common.ids import WorkerId
 from baton.common.messages import Body, Member, Membership
 
 
 @dataclass(frozen=True, slots=True)
-class SeatSpec:
+class SeatSpec(ByName):
     """A place in the cluster that is to be filled at all times. `role` is that of its next process, and of the one that
     sits there unless it is `Leaving` or `Killing`; the name is for ever, whatever role it was given for. `revision`: of
     the settings that its next process is started with. `extra`: wanted only while an upgrade is under way."""
@@ -138,7 +139,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class SeatStatus:
+class SeatStatus(ByName):
     """What an operator is told of one seat. `role`, `revision`: of the process that is there, or of the next one.
     `differs`: of what its group does not share with the first one, field -> "its != theirs"."""
 

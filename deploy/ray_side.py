@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from baton.common.by_name import ByName
 from baton.common.config import PlacementConfig
 from baton.common.errors import BatonError
 from baton.common.ids import WorkerId
@@ -45,7 +46,7 @@ class FoundProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(ByName):
     """What Ray must find on a node to put a process there."""
 
     num_cpus: float = 0

@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar, cast
 
 import ray
 
+from baton.common.by_name import ByName
 from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.log import EventLog, configure_logging
 from baton.common.messages import Member, Membership
@@ -71,7 +72,7 @@ def at_this_node(config: ClusterConfig) -> ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessReport:
+class ProcessReport(ByName):
     """What a live process knows: its role, its public key, itself when it has been admitted, the last membership it was
     told, and whether it was told to take nothing new."""
 

@@ -15,6 +15,8 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from zmq.utils import z85
 
+from baton.common.by_name import ByName
+
 _KEY_BYTES = 32
 
 
@@ -49,7 +51,7 @@ def is_key(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerDoor:
+class ControllerDoor(ByName):
     """Where a process says Hello, to whose key. `guest`: what the controller has given to this one process, so that it
     can introduce its own key, once; None: its own is known there already."""
 

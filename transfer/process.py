@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.common.by_name import ByName
 from baton.common.config import ClusterConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
@@ -32,7 +33,7 @@ _STAT_STATE, _STAT_START_TIME = 0, 19  # fields 3 and 22 of /proc/pid/stat, coun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
+class ProcessSpec(ByName):
     """One incarnation of one seat. `controller` is where it says Hello; that may change later (`rejoin`)."""
 
     worker: WorkerId

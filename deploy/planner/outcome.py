@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.by_name import ByName
 from baton.common.errors import ConfigError
 
 F64 = npt.NDArray[np.float64]
@@ -20,7 +21,7 @@ _SHORTEST_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(ByName):
     """`ttft_s`: until the first token. `itl_s`: of a request's gaps between tokens, all but 1 %
     or one. `tpot_s`: of their mean.
     Infinite: nothing was promised."""
