@@ -132,6 +132,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(launch, "find_process", step("find", None))
     monkeypatch.setattr(launch, "reap_strangers", step("reap", True))
     monkeypatch.setattr(launch, "forget_run_dir", lambda run_dir: None)
+    monkeypatch.setattr(launch, "forget_plan", lambda run_dir: None)
     monkeypatch.setattr(ray, "shutdown", step("ray.shutdown", None))
     return fake
 
