@@ -5,7 +5,7 @@ order between keys (`admission_queue`), or HTTP.
 
 A key has 256 random bits, so one SHA-256 is enough: there is nothing to guess that a slower hash would protect. All
 hashes are compared, each in constant time. A key that is taken out of the file is refused within RELOAD_S, its batches
-with it; a file that cannot be read any more changes nothing, and is told in the log.
+with it; a file that cannot be read any more changes nothing, is told in the log once, and is tried again.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class KeyFile:
         self._clock = clock
         self._seen = _state_of(path)
         self._looked_s = clock.now()
+        self._amiss = ""  # as the log has it: why the file is not used
         self._ring = Keyring(read_keys(path))
 
     def owner_of(self, authorization: str) -> str:
@@ -153,8 +154,13 @@ class KeyFile:
         try:
             self._ring = Keyring(read_keys(self._path))
         except ConfigError as error:
-            _log.error("api_keys_not_reloaded", reason=error.reason, path=str(self._path))
+            if isinstance(error.__cause__, OSError):  # what is amiss (a mode, descriptors) may end without a trace here
+                self._seen = None
+            if error.reason != self._amiss:
+                _log.error("api_keys_not_reloaded", reason=error.reason, path=str(self._path))
+            self._amiss = error.reason
         else:
+            self._amiss = ""
             _log.info("api_keys_reloaded", path=str(self._path))
 
 

@@ -258,12 +258,14 @@ class HttpApi:
         """A worker's last hand-offs and the open ones, with the times of their lives."""
         return json_response(await self._gateway.workers.handoffs(worker))
 
-    async def trace(self, seconds: float = 5.0) -> Response:
+    async def trace(self, request: Request, seconds: float = 5.0) -> Response:
         """Chrome trace events of all workers, of so many seconds from now on: opens in ui.perfetto.dev."""
         if not 0.0 < seconds <= MAX_TRACE_S:
             reason = f"a trace takes up to {MAX_TRACE_S:.0f} seconds"
             raise RequestError(ErrorCode.INVALID_REQUEST, reason, "seconds")
-        return json_response(chrome_trace(await self._gateway.workers.record(seconds)))
+        events = await self._gateway.workers.record(seconds)
+        await self._only_operators(request)  # his key may have been taken out meanwhile
+        return json_response(chrome_trace(events))
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

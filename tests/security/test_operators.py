@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from baton.common.config import ClusterConfig, GatewayConfig
 from baton.common.config_checks import validate
 from baton.common.errors import ConfigError, ErrorCode, RequestError
+from baton.common.trace import ProcessTrace
+from baton.deploy import api_keys
 from baton.deploy.api_keys import ApiKey, Keyring, entry_line, new_key, parse_keys
 from baton.deploy.cli import app, run_command
 from baton.deploy.http_sites import Sites
@@ -67,6 +69,24 @@ def test_no_other_spelling_leads_there(served: Served, keys: dict[str, str], pat
         response = http.send(request, follow_redirects=True)
     assert response.status_code in (403, 404), response.text
     assert "workers" not in response.text
+
+
+def test_who_is_no_operator_any_more_gets_nothing_that_he_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.yaml"
+    (key, one), (_, other) = (new_key(ApiKey(name=name, sha256="0" * 64, admin=True)) for name in ("one", "other"))
+    path.write_text(entry_line(one) + entry_line(other))
+    monkeypatch.setattr(api_keys, "RELOAD_S", 0.0)
+    with serving(Loopback(script=saying("abc")), api_keys_file=str(path)) as served:
+
+        async def record(seconds: float) -> list[ProcessTrace]:
+            path.write_text(entry_line(other))
+            return []
+
+        monkeypatch.setattr(served.gateway.workers, "record", record)
+        refused = asked(served, key, "POST", "/trace")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_key_required")
 
 
 def test_what_a_client_asks_for_itself_it_gets(served: Served, keys: dict[str, str]) -> None:

@@ -99,6 +99,29 @@ def test_a_change_is_seen_and_a_broken_file_changes_nothing(tmp_path: Path, capl
     assert one not in caplog.text
 
 
+def test_a_file_that_can_be_read_again_is_though_it_looks_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = tmp_path / "keys.yaml", VirtualClock()
+    taken_out, first = made("one")
+    _, second = made("two")
+    path.write_text(first)
+    keys = KeyFile(path, clock)
+    path.write_text(second + second)  # another size: within one tick of the clock nothing else may differ
+
+    def refuse(self: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(Path, "read_text", refuse)
+        for _ in range(3):  # made by somebody whose files are his alone, until he changes its mode
+            clock.advance_to(clock.now() + RELOAD_S)
+            assert keys.owner_of(f"Bearer {taken_out}") == "key:one"
+    assert caplog.text.count("api_keys_not_reloaded") == 1
+    clock.advance_to(clock.now() + RELOAD_S)
+    assert code_of(keys.owner_of, f"Bearer {taken_out}") is ErrorCode.UNAUTHENTICATED
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
