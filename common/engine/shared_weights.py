@@ -75,11 +75,11 @@ def _write(folder: Path, nbytes: int, fill: Callable[[torch.Tensor], None]) -> N
         block = mmap.mmap(file.fileno(), nbytes)
         memory = torch.frombuffer(block, dtype=torch.uint8)
         fill(memory)
-        (folder / _DIGEST).write_text(_digest(memory.numpy()))
+        (folder / _DIGEST).write_bytes(_digest(memory.numpy()))
 
 
 def _map(folder: Path, nbytes: int) -> torch.Tensor:
-    expected = (folder / _DIGEST).read_text()
+    expected = (folder / _DIGEST).read_bytes()
     with open(folder / _BYTES, "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != nbytes:
@@ -92,5 +92,5 @@ def _map(folder: Path, nbytes: int) -> torch.Tensor:
     return memory
 
 
-def _digest(content: npt.NDArray[np.uint8]) -> str:
-    return xxhash.xxh3_128_hexdigest(content.data)
+def _digest(content: npt.NDArray[np.uint8]) -> bytes:
+    return xxhash.xxh3_128_hexdigest(content.data).encode()

@@ -135,7 +135,11 @@ class TorchRunner:
         """Loads `spec` (see `model.spec`) and makes it ready to run; `shared`: other processes may map its pools.
         Raises ConfigError."""
         info = model_info(spec, progress)
+        key = weights_key(spec, dtype)
         model = load_model(spec, dtype, progress)
+        unchanged = (
+            weights_key(spec, dtype) == key
+        )  # else what was loaded would be kept by the name of what replaced it
         return cls(
             model,
             info,
@@ -147,7 +151,7 @@ class TorchRunner:
             forward_path=forward_path,
             threads=threads,
             shared=shared,
-            weights=SharedWeights(weights_key(spec, dtype), progress),
+            weights=SharedWeights(key, progress) if unchanged else in_own_memory,
             guides=Guides(lambda: model_vocabulary(load_tokenizer(spec), info.vocab_size, info.eos_token_ids)),
             progress=progress,
         )

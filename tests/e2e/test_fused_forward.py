@@ -135,6 +135,38 @@ def test_bits_do_not_depend_on_the_batch_in_bfloat16_either(tmp_path: Path) -> N
         torch.set_num_threads(1)
 
 
+def test_angles_that_could_not_be_had_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step longer than all before it fails for want of memory; what the kernel reads stays as it was."""
+    save_random_model(FUSED["gemma3"], tmp_path)
+    ids, pages = np.arange(1200, dtype=np.int32) % VOCAB, np.arange(1, 301, dtype=np.int32)
+    long = pack_batch([BatchRow(0, ids, 1200, pages, None)], 4)
+    short = pack_batch([BatchRow(0, ids[:600], 600, pages[:150], None)], 4)
+    first, second = (
+        TorchRunner.load(
+            str(tmp_path), dtype="float32", num_pages=301, page_size=4, sliding_groups=False, forward_path="fused"
+        )
+        for _ in range(2)
+    )
+    expected = [first.logits(batch, (0,)) for batch in (short, long)]
+    rotary, asked = second.model.base_model.rotary_emb, list[str]()
+    assert isinstance(rotary, torch.nn.Module)
+    compute = rotary.forward
+
+    def fail_at_the_second(x: torch.Tensor, places: torch.Tensor, kind: str) -> object:
+        asked.append(kind)
+        if len(asked) > 1:
+            raise MemoryError
+        return compute(x, places, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "forward", fail_at_the_second)
+        with pytest.raises(MemoryError):
+            second.logits(long, (0,))
+    assert len(set(asked)) == 2
+    for batch, logits in zip((short, long), expected, strict=True):
+        assert torch.equal(second.logits(batch, (0,)), logits)
+
+
 @pytest.mark.parametrize("case", GENERIC)
 def test_what_is_not_understood_takes_the_generic_path(case: str, tmp_path: Path) -> None:
     config, reason = GENERIC[case]

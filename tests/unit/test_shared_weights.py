@@ -9,11 +9,15 @@ import pytest
 import torch
 from disk_limit import no_more_than
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from baton.common.engine import shared_weights
+from baton.common.engine import backends, shared_weights, torch_runner
 from baton.common.engine.kernels import Kernels
 from baton.common.engine.linears import CompiledLinear, pack_linears
 from baton.common.engine.shared_weights import SharedWeights
+from baton.common.engine.torch_runner import TorchRunner
+from baton.common.model.cache import Progress, silent
+from baton.common.model.loading import Dtype, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +82,7 @@ def test_other_weights_and_other_layouts_have_files_of_their_own(folder: Path) -
     assert len(list(folder.glob("*/weights"))) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "grown", "changed", "no digest", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "grown", "changed", "no digest", "digest changed", "gone"])
 def test_a_damaged_file_is_made_again(folder: Path, damage: str) -> None:
     held(Fill())
     path = file_of(folder)
@@ -91,6 +95,8 @@ def test_a_damaged_file_is_made_again(folder: Path, damage: str) -> None:
             path.write_bytes(path.read_bytes()[:-1] + b"x")
         case "no digest":
             (path.parent / "digest").unlink()
+        case "digest changed":
+            (path.parent / "digest").write_bytes(b"\xff" + (path.parent / "digest").read_bytes()[1:])
         case "gone":
             path.unlink()
     again = Fill()
@@ -132,3 +138,40 @@ def test_layers_over_a_shared_file_compute_the_same_bits(kernels: Kernels, folde
     assert is_mapped_from(second[0].packed, file_of(folder))
     pack_linears(nn.Sequential(nn.Linear(64, 51).to(dtype)), kernels, SharedWeights("model"))
     assert len(list(folder.glob("*/weights"))) == 2, "other shapes are another layout"
+
+
+def save_model(directory: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).save_pretrained(directory)
+
+
+def head_of(directory: Path) -> torch.Tensor:
+    runner = TorchRunner.load(str(directory), dtype="float32", num_pages=4, page_size=4)
+    head = runner.model.get_output_embeddings()
+    assert isinstance(head, CompiledLinear)
+    return head.packed.view(torch.float32).clone()
+
+
+def test_a_model_replaced_while_it_is_loaded_is_not_kept_by_the_new_ones_name(
+    kernels: Kernels, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "load_kernels", lambda progress: kernels)
+    model = tmp_path / "model"
+    save_model(model, 1)
+    old = head_of(model)
+    save_model(model, 0)
+
+    def load_then_replace(spec: str, dtype: Dtype, progress: Progress = silent) -> PreTrainedModel:
+        loaded = load_model(spec, dtype, progress)
+        save_model(model, 2)
+        return loaded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_runner, "load_model", load_then_replace)
+        replaced = head_of(model)
+    new = head_of(model)
+    save_model(tmp_path / "other", 2)
+    assert torch.equal(new, head_of(tmp_path / "other"))
+    assert not torch.equal(new, replaced)
+    assert not torch.equal(old, replaced)

@@ -130,17 +130,19 @@ class FusedForward:
         return memory
 
     def _hold_angles(self, positions: int) -> None:
-        """Of at least so many positions; asked of the model's own rotary embedding."""
-        self._positions = max(positions, 2 * self._positions)
-        places = torch.arange(self._positions)[None]
+        """Of at least so many positions; asked of the model's own rotary embedding. Where that fails (there may be no
+        memory), the layers keep what they have."""
+        count = max(positions, 2 * self._positions)
+        places, nothing = torch.arange(count)[None], torch.empty(0, dtype=torch.float32)
+        angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        for kind in {layer.rope for layer in self._decoder.layers}:
+            with torch.inference_mode():
+                tables = self._decoder.rotary(nothing, places, *(() if kind is None else (kind,)))
+            angles[kind] = _half(tables[0]), _half(tables[1])
         for number, layer in enumerate(self._decoder.layers):
-            if self._angles.get(layer.rope, (torch.empty(0),))[0].shape[0] != self._positions:
-                kind = () if layer.rope is None else (layer.rope,)
-                with torch.inference_mode():
-                    tables = self._decoder.rotary(torch.empty(0, dtype=torch.float32), places, *kind)
-                self._angles[layer.rope] = _half(tables[0]), _half(tables[1])
-            cosines, sines = self._angles[layer.rope]
+            cosines, sines = angles[layer.rope]
             self._layers[number].cosines, self._layers[number].sines = cosines.data_ptr(), sines.data_ptr()
+        self._angles, self._positions = angles, count
 
 
 def _half(table: torch.Tensor) -> torch.Tensor:
