@@ -16,11 +16,10 @@ from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.model.cache import Progress, silent
-from baton.deploy.controller import ClusterPlan, ControllerStatus, Seat, Settings
+from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, PlannedSeat, Settings, place_of
 from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.launch import ClusterHandle, LaunchError, cores_for, policy_of
-from baton.deploy.ray_side import place_of
 
 SAME = ("cluster", "gateways", "gateway.host", "gateway.port", "model.model")
 """What an upgrade does not change: where clients find it, and under which name."""
@@ -125,24 +124,23 @@ def _told(seat: SeatStatus) -> str:
     )
 
 
-def _more(plan: ClusterPlan, role: str, count: int, there: Iterable[Seat]) -> list[Seat]:
+def _more(plan: ClusterPlan, role: str, count: int, there: Iterable[PlannedSeat]) -> list[PlannedSeat]:
     """Seats with names that nobody has."""
     taken = {seat.spec.worker for seat in there} | {seat.spec.worker for seat in plan.seats}
-    found: list[Seat] = []
+    found: list[PlannedSeat] = []
     number = 0
     cores = cores_for(len(taken) + max(0, count), plan.config.pin_cores)
     while len(found) < count:
         worker = WorkerId(f"{role}-{number}")
         if worker not in taken:
             spec = SeatSpec(worker, role, plan.revision)
-            found.append(
-                Seat(spec=spec, cores=cores[len(taken) + len(found)], place=place_of(role, plan.config.placement))
-            )
+            place = place_of(role, plan.config.placement)
+            found.append(PlannedSeat(spec=spec, cores=cores[len(taken) + len(found)], place=place))
         number += 1
     return found
 
 
-def _role_of(seat: Seat, seats: Iterable[SeatStatus]) -> str:
+def _role_of(seat: PlannedSeat, seats: Iterable[SeatStatus]) -> str:
     """That it has now: workers change it."""
     return next((one.role for one in seats if one.worker == seat.spec.worker), seat.spec.role)
 

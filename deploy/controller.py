@@ -16,23 +16,20 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import ray
 from ray.actor import ActorHandle
 
-from baton.common.by_name import ByName
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig
 from baton.common.engine.loop import FATAL_EXIT_CODE
 from baton.common.ids import CONTROLLER, Epoch, Stamp, WorkerId
 from baton.common.log import EventLog, ProcessName, configure_logging
 from baton.common.messages import Body, Hello, Member, Membership
 from baton.deploy import ray_side
-from baton.deploy.autoscale import Policy
 from baton.deploy.autoscale_control import AutoscaleControl
+from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
     DrainWorker,
@@ -42,10 +39,8 @@ from baton.deploy.controller_seats import (
     Refused,
     Reply,
     SeatSpec,
-    SeatStatus,
     StartWorker,
 )
-from baton.deploy.ray_side import Place
 from baton.transfer.actor import HEALTH, WATCH, at_this_node, in_group
 from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.mesh import Mesh
@@ -63,57 +58,6 @@ NODES_LOOK_S = 2.0
 """So often Ray is asked which nodes are about to go."""
 
 _log = EventLog("baton.controller")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat(ByName):
-    """One process the cluster shall have, at first in this role, and where it is placed."""
-
-    spec: SeatSpec
-    cores: tuple[int, ...]
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(ByName):
-    """Of one revision of a cluster."""
-
-    config: ClusterConfig
-    class_paths: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPlan(ByName):
-    """Everything a controller needs, also the one that Ray restarts."""
-
-    config: ClusterConfig
-    run_dir: str
-    seats: tuple[Seat, ...]
-    class_paths: Mapping[str, str]  # of each role: what its processes run
-    launched_at_ms: int  # wall clock
-    policy: Policy | None = None  # by which workers change their role; None: they keep it
-    revision: int = 1  # of `config` and `class_paths`
-    before: Mapping[int, Settings] = field(default_factory=dict)  # those of earlier revisions
-
-    def settings(self, revision: int) -> Settings:
-        """What processes of this revision are started with."""
-        return self.before.get(revision, Settings(self.config, self.class_paths))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerStatus(ByName):
-    """`revision` grows with every change of a seat; `wait_status` waits for it."""
-
-    revision: int
-    address: str
-    ready: bool
-    finished: bool
-    version: int
-    seats: tuple[SeatStatus, ...]
-    members: tuple[Member, ...]
-    transitions: tuple[str, ...]
-    changing: bool = False  # the cluster is not yet as the plan has it
-    halted: str = ""  # why the last upgrade was given up
 
 
 class ControllerLoop:

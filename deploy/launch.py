@@ -33,7 +33,8 @@ from baton.common.model.cache import Progress, silent
 from baton.common.model.spec import resolve_source
 from baton.deploy.api_keys import keys_of
 from baton.deploy.autoscale import Policy
-from baton.deploy.controller import CHANGE_TIMEOUT_S, ClusterPlan, ControllerActor, ControllerStatus, Seat
+from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, PlannedSeat, place_of
+from baton.deploy.controller import CHANGE_TIMEOUT_S, ControllerActor
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.listener import draw_port, open_listener
 from baton.deploy.planner.command import read_cost
@@ -47,7 +48,6 @@ from baton.deploy.ray_side import (
     find_process,
     forget_plan,
     forget_run_dir,
-    place_of,
     reap_strangers,
 )
 from baton.transfer.process import actor_name, make_private, new_run_dir, reap, run_root
@@ -360,7 +360,7 @@ def policy_of(config: ClusterConfig) -> Policy | None:
     )
 
 
-def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
+def _seats(config: ClusterConfig) -> tuple[PlannedSeat, ...]:
     """Workers first, so that the gateway opens its door to a cluster that is loading already."""
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
     cores = cores_for(len(roles), config.pin_cores)
@@ -368,10 +368,10 @@ def _seats(config: ClusterConfig) -> tuple[Seat, ...]:
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
         spec = SeatSpec(WorkerId(f"{role}-{number}"), role)
-        seats.append(Seat(spec=spec, cores=cores[index], place=place_of(role, config.placement)))
+        seats.append(PlannedSeat(spec=spec, cores=cores[index], place=place_of(role, config.placement)))
     place = place_of("gateway", config.placement)
     specs = [SeatSpec(WorkerId(f"gateway-{number}"), "gateway") for number in range(config.gateways)]
-    return (*seats, *(Seat(spec=spec, cores=(), place=place) for spec in specs))
+    return (*seats, *(PlannedSeat(spec=spec, cores=(), place=place) for spec in specs))
 
 
 def cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:

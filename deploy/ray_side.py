@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,12 +20,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from baton.common.by_name import ByName
-from baton.common.config import PlacementConfig
 from baton.common.errors import BatonError
 from baton.common.ids import WorkerId
 from baton.common.log import EventLog
-from baton.deploy.controller_core import COMPUTE_ROLES
+from baton.deploy.cluster_plan import ClusterPlan, Place
 from baton.transfer.actor import CONCURRENCY_GROUPS, ProcessReport
 from baton.transfer.process import ProcessSpec, actor_name, parse_actor_name, reap, reap_all_except
 
@@ -45,37 +43,11 @@ class FoundProcess:
     report: ProcessReport | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place(ByName):
-    """What Ray must find on a node to put a process there."""
-
-    num_cpus: float = 0
-    num_gpus: float = 0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    node_labels: tuple[str, ...] = ()
-    spread: bool = False
-
-
 def load_class(path: str) -> type[object]:
     """`"package.module:Class"` -> the class."""
     module, _, name = path.partition(":")
     found: type[object] = getattr(importlib.import_module(module), name)
     return found
-
-
-def place_of(role: str, placement: PlacementConfig) -> Place:
-    """Of a process of this role: prefill, decode, gateway or controller. A worker's place is that of the role for which
-    its seat was made, also when it has another one later."""
-    named = {f"baton_{role}": 1.0} if placement.resources == "role" else {}
-    if role not in COMPUTE_ROLES:
-        return Place(resources=named, node_labels=placement.node_labels)
-    return Place(
-        num_cpus=placement.cpus,
-        num_gpus=placement.gpus,
-        resources=named,
-        node_labels=placement.node_labels,
-        spread=placement.strategy == "spread",
-    )
 
 
 def create_process(spec: ProcessSpec, class_path: str, place: Place) -> ActorHandle:
@@ -204,13 +176,13 @@ def _on_every_node(function: Callable[..., bool], *arguments: object) -> bool:
         return False
 
 
-def keep_plan(run_dir: str, plan: object) -> None:
+def keep_plan(run_dir: str, plan: ClusterPlan) -> None:
     """In Ray's own store, for a controller that Ray starts again: it would begin with what it was created with,
     otherwise. Written as Ray writes that."""
     internal_kv._internal_kv_put(_plan_key(run_dir), ray.cloudpickle.dumps(plan), overwrite=True, namespace=_STORE)
 
 
-def kept_plan(run_dir: str) -> Any:
+def kept_plan(run_dir: str) -> ClusterPlan | None:
     """None: it was never changed."""
     kept = internal_kv._internal_kv_get(_plan_key(run_dir), namespace=_STORE)
     return None if kept is None else ray.cloudpickle.loads(kept)

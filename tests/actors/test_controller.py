@@ -17,7 +17,7 @@ from baton.common.config import ClusterConfig, GatewayConfig, KvConfig, Liveness
 from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.messages import Membership
-from baton.deploy.controller import ControllerStatus
+from baton.deploy.cluster_plan import ControllerStatus
 from baton.deploy.launch import ClusterHandle, LaunchError, launch
 from baton.transfer.process import recorded_pid
 

@@ -13,7 +13,8 @@ from baton.common.config import ClusterConfig
 from baton.common.errors import RequestError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import Component
-from baton.deploy.ray_side import Place, create_actor
+from baton.deploy.cluster_plan import Place
+from baton.deploy.ray_side import create_actor
 from baton.transfer.keys import NOWHERE, ControllerDoor
 from baton.transfer.process import ProcessSpec, recorded_pid
 

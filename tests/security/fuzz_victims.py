@@ -41,12 +41,12 @@ from baton.common.kv.layout import Component
 from baton.common.routing_config import KvEventsConfig, RoutingConfig
 from baton.common.trace import ProcessTrace
 from baton.decode.actor import DecodeActor
-from baton.deploy.controller import ClusterPlan, ControllerLoop, Seat
+from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
+from baton.deploy.controller import ControllerLoop
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.gateway import GatewayProcess
 from baton.deploy.gateway_shell import UnknownWorkers
-from baton.deploy.ray_side import Place
 from baton.prefill.actor import PrefillActor
 from baton.transfer.io import IoThread
 from baton.transfer.keys import ControllerDoor, KeyPair
@@ -240,7 +240,8 @@ class Victims:
         self._pipe = _Pipe(pipe)
         self._config = config_of(arena, folder)
         seats = tuple(
-            Seat(spec=SeatSpec(WorkerId(name), role), cores=(), place=Place()) for name, role in (HONEST | MAD).items()
+            PlannedSeat(spec=SeatSpec(WorkerId(name), role), cores=(), place=Place())
+            for name, role in (HONEST | MAD).items()
         )
         plan = ClusterPlan(config=self._config, run_dir=folder, seats=seats, class_paths={}, launched_at_ms=0)
         self.controller = RaylessController(plan, self._pipe)

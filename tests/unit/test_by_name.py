@@ -16,10 +16,9 @@ from baton.common.config import ClusterConfig, ModelConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.deploy.autoscale import Policy
-from baton.deploy.controller import ClusterPlan, ControllerStatus, Seat, Settings
+from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, Place, PlannedSeat, Settings
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.planner.outcome import Slo
-from baton.deploy.ray_side import Place
 from baton.transfer.actor import ProcessReport
 from baton.transfer.keys import ControllerDoor
 from baton.transfer.process import ProcessSpec
@@ -28,7 +27,7 @@ CONFIG = ClusterConfig(cluster="mine", model=ModelConfig(model="fake", max_model
 PLAN = ClusterPlan(
     config=CONFIG,
     run_dir="/run/mine",
-    seats=(Seat(spec=SeatSpec(WorkerId("prefill-0"), "prefill", 2), cores=(3,), place=Place(num_cpus=1.0)),),
+    seats=(PlannedSeat(spec=SeatSpec(WorkerId("prefill-0"), "prefill", 2), cores=(3,), place=Place(num_cpus=1.0)),),
     class_paths={"prefill": "some.module:Class"},
     launched_at_ms=5,
     revision=2,
@@ -58,7 +57,7 @@ def test_all_of_it_comes_back() -> None:
 def test_everything_that_a_release_tells_another_one_is_told_by_name() -> None:
     settings = list(kinds(ClusterConfig))
     assert len(settings) > 15
-    told = [ClusterPlan, Seat, SeatSpec, Settings, Place, Policy, Slo, ControllerStatus, SeatStatus]
+    told = [ClusterPlan, PlannedSeat, SeatSpec, Settings, Place, Policy, Slo, ControllerStatus, SeatStatus]
     for kind in [*settings, *told, ProcessSpec, ProcessReport, ControllerDoor]:
         assert issubclass(kind, ByName), kind
 

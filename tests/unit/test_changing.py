@@ -11,10 +11,9 @@ import pytest
 from baton.common.config import ClusterConfig, GatewayConfig
 from baton.common.errors import ConfigError
 from baton.deploy.changing import scale, upgrade
-from baton.deploy.controller import ClusterPlan, Seat
+from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.launch import CLASS_PATHS, ClusterHandle
-from baton.deploy.ray_side import Place
 
 
 @dataclass
@@ -44,7 +43,7 @@ def cluster(prefill: int = 1, decode: int = 2, **roles: str) -> ClusterHandle:
     plan = ClusterPlan(
         config=config,
         run_dir="/nowhere",
-        seats=tuple(Seat(spec=SeatSpec(name, name.split("-")[0]), cores=(), place=Place()) for name in names),  # type: ignore[arg-type]
+        seats=tuple(PlannedSeat(spec=SeatSpec(name, name.split("-")[0]), cores=(), place=Place()) for name in names),  # type: ignore[arg-type]
         class_paths=CLASS_PATHS,
         launched_at_ms=0,
     )

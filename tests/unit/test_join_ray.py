@@ -15,10 +15,9 @@ from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
 from baton.deploy import launch, ray_join
-from baton.deploy.controller import ClusterPlan, Seat
+from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec
 from baton.deploy.launch import ClusterHandle, LaunchError, attach
-from baton.deploy.ray_side import Place
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +169,7 @@ def test_a_controller_that_does_not_answer_is_one_line(fake_ray: FakeRay, error:
 
 def test_a_drain_without_a_controller_has_not_drained(fake_ray: FakeRay) -> None:
     lost = handle(FakeController([ActorDiedError()]))
-    gateway = Seat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), cores=(), place=Place())
+    gateway = PlannedSeat(spec=SeatSpec(WorkerId("gateway-0"), "gateway"), cores=(), place=Place())
     assert not replace(lost, plan=replace(lost.plan, seats=(gateway,))).drain(0.0)
 
 

@@ -18,8 +18,8 @@ from baton.common.errors import ConfigError
 from baton.common.resolve import Layer, assignments_layer, merge
 from baton.deploy import standing
 from baton.deploy.cli import FAILED, OK, run_command
+from baton.deploy.cluster_plan import Place, place_of
 from baton.deploy.launch import ClusterHandle, LaunchError
-from baton.deploy.ray_side import Place, place_of
 
 
 def test_the_command_for_another_machine_says_every_setting_as_it_was_meant() -> None:
