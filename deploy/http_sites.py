@@ -36,11 +36,15 @@ class Sites:
             raise RequestError(ErrorCode.FOREIGN_SITE, reason, "Host")
         if method in _READING:
             return
-        theirs = origin.partition("://")[2] if origin is not None else host
-        foreign = theirs != host and not (self._names and _name_of(theirs) in self._names)
-        if foreign or (origin is None and found.get(b"sec-fetch-site") in ("cross-site", "same-site")):
+        if self._is_foreign(origin, host, found.get(b"sec-fetch-site", "")):
             reason = "a page of another site asks, and this gateway has no API keys: see gateway.allowed_hosts"
             raise RequestError(ErrorCode.FOREIGN_SITE, reason, "Origin")
+
+    def _is_foreign(self, origin: str | None, host: str, fetched_by: str) -> bool:
+        if origin is None:
+            return fetched_by in ("cross-site", "same-site")
+        theirs = origin.partition("://")[2]  # nothing, of a page that hides where it is from: also where Host is lost
+        return not theirs or (theirs != host and not (self._names and _name_of(theirs) in self._names))
 
     def _is_ours(self, host: str) -> bool:
         name = _name_of(host)

@@ -182,6 +182,8 @@ def test_names() -> None:
     assert not refused(anything, host="evil.example")
     assert refused(anything, host="evil.example", origin="https://other.example")
     assert not refused(local)  # no browser leaves its Host out
+    assert refused(local, host="", origin="null")  # but a proxy of HTTP/1.0 may
+    assert refused(local, origin="https://evil.example")
     assert not refused(local, "GET", host="localhost", origin="https://evil.example")  # it cannot read the answer
 
 
