@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from baton.common.engine.batch import Batch, ModelRunner, OnLayers, StepResult, Ticket, tell_nobody
 from baton.decode.actor import DecodeActor
+from baton.transfer.model_runner import make_runner
 from baton.transfer.process import ProcessSpec
-from baton.transfer.worker import make_runner
 
 PACE_S = "BENCH_PACE_S"
 

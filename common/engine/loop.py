@@ -107,7 +107,7 @@ class EngineLoop:
         post: Callable[[object], None],
         clock: Clock,
         *,
-        check: Callable[[], None],
+        check: Callable[[], object],
         inbox_limit: int = 4096,
         on_fatal: Callable[[], None] = end_process,
     ) -> None:

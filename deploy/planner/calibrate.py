@@ -41,8 +41,8 @@ from baton.deploy.planner.fit import fit_error
 from baton.deploy.planner.lane_meter import MeasuredHandoff, measure_handoffs
 from baton.deploy.planner.service_meter import MeasuredService, measure_service
 from baton.transfer.keys import NOWHERE
+from baton.transfer.model_runner import make_runner
 from baton.transfer.process import ProcessSpec
-from baton.transfer.worker import make_runner
 
 Told = Callable[[str], None]
 GREEDY = SamplingParams()

@@ -22,7 +22,7 @@ from baton.common.kv.checker import InvariantChecker
 from baton.common.kv.layout import KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.messages import SamplingParams
-from baton.transfer.worker import find_predictor
+from baton.transfer.model_runner import find_predictor
 
 COST = ChunkCost(base_s=0.010, token_s=1e-4, pair_s=2e-7)
 LAYOUTS = [
