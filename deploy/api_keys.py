@@ -10,9 +10,11 @@ with it; a file that cannot be read any more changes nothing, is told in the log
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Protocol, final
@@ -172,6 +174,10 @@ def keys_of(path: str, clock: Clock) -> Keys:
 def read_keys(path: Path) -> list[ApiKey]:
     """Raises ConfigError that says what is wrong, and never what was found: it might be a key."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(
+                errno.EINVAL, "is no file"
+            )  # whoever reads a pipe waits for its writer, and everybody for him
         text = path.read_text()
     except OSError as error:
         raise ConfigError(SETTING, str(path), error.strerror or "cannot be read") from error

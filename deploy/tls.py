@@ -3,7 +3,8 @@
 Owns: `gateway.tls_cert` and `gateway.tls_key` in memory, and reading them anew when they have changed: a renewed
 certificate needs no restart. Never: a handshake (`http_protocol.py`), or a word about a key in a log or an error.
 
-A pair that cannot be used (half of it is written, or it is wrong) is logged once, and the one before goes on.
+A pair that cannot be used (half of it is written, or it is wrong) is logged once, and the one before goes on. What could
+not even be read is tried again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class TlsFiles:
     def __init__(self, cert: str, key: str) -> None:
         self._cert = cert
         self._key = key
+        self._amiss = ""  # as the log has it
         try:
-            self._stamp = self._look()
+            self._stamp: _Stamp = self._look()
             self._context = self._load()
         except OSError as error:  # as those of `ssl` are
             why = error.strerror or "no certificate and its key"
@@ -38,9 +40,15 @@ class TlsFiles:
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._context = self._load()
+                self._amiss = ""
                 _log.info("certificate_renewed")
         except OSError as error:
-            _log.warning("certificate_unusable", error=type(error).__name__)
+            if not isinstance(error, ssl.SSLError):  # a mode, descriptors: that may end without a trace in the files
+                self._stamp = ()
+            amiss = type(error).__name__
+            if amiss != self._amiss:
+                _log.warning("certificate_unusable", error=amiss)
+            self._amiss = amiss
         return self._context
 
     def _look(self) -> _Stamp:

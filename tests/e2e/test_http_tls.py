@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -157,6 +158,25 @@ def test_a_pair_that_cannot_be_used_is_an_error_before_anything_listens(folder: 
         assert "PRIVATE" not in str(failed.value)
     with pytest.raises(ConfigError, match="No such file"):
         TlsFiles(cert, str(folder / "nothing"))
+
+
+def test_a_pair_that_can_be_read_again_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = TlsFiles(*AUTHORITY.pair().write(folder))
+    before = files.context()
+    AUTHORITY.pair().write(folder)
+
+    def refuse(self: ssl.SSLContext, *files: str, password: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(ssl.SSLContext, "load_cert_chain", refuse)
+        assert [files.context() for _ in range(3)] == [before] * 3  # each connection asks
+    assert caplog.text.count("certificate_unusable") == 1
+    renewed = files.context()
+    assert renewed is not before
+    assert files.context() is renewed
 
 
 @pytest.mark.parametrize(("setting", "value"), [("tls_cert", "/a"), ("tls_key", "/a"), ("tls_cert", "a")])

@@ -146,6 +146,20 @@ def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, says: str) -
     assert says in str(caught.value)
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys.yaml", VirtualClock()
+    key, line = made("one")
+    path.write_text(line)
+    keys = KeyFile(path, clock)
+    path.unlink()
+    os.mkfifo(path)
+    clock.advance_to(clock.now() + RELOAD_S)
+    assert keys.owner_of(f"Bearer {key}") == "key:one"
+    for odd in (path, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is no file"):
+            read_keys(odd)
+
+
 def test_keys_new_prints_the_key_once_and_files_its_hash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keys.yaml"
     assert run_command(["keys", "new", "--name", "one", "--file", str(path)]) == 0
