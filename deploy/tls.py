@@ -3,8 +3,8 @@
 Owns: `gateway.tls_cert` and `gateway.tls_key` in memory, and reading them anew when they have changed: a renewed
 certificate needs no restart. Never: a handshake (`http_protocol.py`), or a word about a key in a log or an error.
 
-A pair that cannot be used (half of it is written, or it is wrong) is logged once, and the one before goes on. What could
-not even be read is tried again.
+A pair that cannot be used (half of it is written, or it is wrong) is logged once, and the one before goes on. What
+could not even be read is tried again.
 """
 
 from __future__ import annotations
