@@ -20,10 +20,8 @@ from baton.deploy.api_keys import NAMED, Keys
 from baton.deploy.http_parts import error_response
 from baton.deploy.http_sites import Sites
 
-OPEN = frozenset(
-    {"/", "/live", "/ready", "/health", "/openapi.json", *web_page.FILES, *api_page.OURS, *api_page.THEIRS}
-)
 PROBES = frozenset({"/live", "/ready", "/health"})
+OPEN = PROBES | {"/", "/openapi.json", *web_page.FILES, *api_page.OURS, *api_page.THEIRS}
 METRICS = "/metrics"
 
 
