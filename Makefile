@@ -127,7 +127,7 @@ bench-engine: $(READY) .venv-vllm/.ready .venv-llamacpp/.ready
 bench-step: $(READY)
 	$(BIN)/python -m benchmarks.bench_step --write docs/benchmarks/step.md
 bench-pd: $(READY) .venv-vllm/.ready
-	$(BIN)/python -m benchmarks.bench_pd $(if $(QUICK),--quick) $(patsubst %,--trace %,$(wildcard ../shared/data/traces/mooncake_conversation_trace.jsonl)) --write docs/benchmarks/pd.md
+	$(BIN)/python -m benchmarks.bench_pd $(if $(QUICK),--quick) $(patsubst %,--trace %,$(wildcard $(TRACES)/mooncake_conversation_trace.jsonl)) --write docs/benchmarks/pd.md
 bench-gateway: $(READY)
 	$(BIN)/python -m benchmarks.bench_gateway --write docs/benchmarks/gateway.md
 bench-prefix: $(READY)

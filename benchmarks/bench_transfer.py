@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.deploy.doctor.host import available_memory
 from benchmarks.transfer import late, profiles, report, scaling
 from benchmarks.transfer.legs import Leg, baton_legs, chosen, peer_legs
 from benchmarks.transfer.rounds import FULL, QUICK, measure
@@ -27,8 +28,7 @@ RESIDENT_BYTES = 250 << 20
 def check_memory(pool_bytes: int, legs: int) -> None:
     """Swapping would measure the disk. Ends with a message when memory is short."""
     needed = (legs + 1) * 2 * pool_bytes + legs * RESIDENT_BYTES
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) << 10
+    free = available_memory()
     if needed > free:
         raise SystemExit(
             f"all legs together need {needed >> 30} GiB, {free >> 30} are free; --only NAME measures fewer of them"

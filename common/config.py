@@ -101,9 +101,7 @@ class KvConfig(ByName):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(ByName):
     chunk_tokens: int = 512  # most query tokens in one step, over all its rows
-    chunk_target_s: float = (
-        0.0  # a step has fewer where it would take longer, by a profile made at start; 0: no profile
-    )
+    chunk_target_s: float = 0.0  # fewer where a step would take longer, by a profile made at start; 0: no profile
     max_queued_requests: int = 256
     # A prompt's last pages are sent in so many groups of layers, each as soon as it is computed; adaptive: for each
     # prompt as many as pay off, by the lane's speed and the time that the chunk takes.

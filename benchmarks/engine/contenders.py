@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.common.model.loading import Dtype, model_info, weights_directory
 from baton.common.model.spec import resolve_source
+from baton.deploy.doctor.host import available_memory
 from benchmarks.children import ROOT, ChildProcess
 from benchmarks.engine.cases import Case
 
@@ -79,7 +80,7 @@ class Contender:
         needed = setting.kv_bytes(case)
         if self.pool_bytes is not None and needed > self.pool_bytes:
             return f"{needed / 2**30:.1f} GiB of KV, more than it got"
-        if self.memory * needed + SPARE_BYTES > memory_available():
+        if self.memory * needed + SPARE_BYTES > available_memory():
             return f"{needed / 2**30:.1f} GiB of KV do not fit beside the others"
         return ""
 
@@ -113,8 +114,3 @@ def _peers(setting: Setting) -> list[Contender]:
         ),
         Contender("llama.cpp", "llamacpp_end", 1.2, LLAMA_CPP / "bin" / "python"),
     ]
-
-
-def memory_available() -> int:
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.engine.cases import FULL, Case, prompt_ids
-from benchmarks.engine.contenders import Contender, Setting, memory_available
+from benchmarks.engine.contenders import Contender, Setting
 from benchmarks.engine.report import document
 from benchmarks.engine.roofline import Limits, Shape
 from benchmarks.engine.rounds import Results
@@ -45,7 +45,6 @@ def test_nobody_is_asked_for_more_memory_than_there_is() -> None:
     case = Case("decode", 128, 4096)
     assert "GiB of KV" in Contender("a", "a_end", 1e9).refusal(setting, case)
     assert "GiB of KV" in Contender("a", "a_end", 0.0, pool_bytes=1 << 30).refusal(setting, case)
-    assert memory_available() > 1 << 20
 
 
 def test_the_tables_say_what_was_measured() -> None:
