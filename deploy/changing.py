@@ -91,6 +91,12 @@ def upgrade(
     return later
 
 
+def added(before: ClusterPlan, after: ClusterPlan) -> list[PlannedSeat]:
+    """Those that start beside whoever is there."""
+    there = {seat.spec.worker for seat in before.seats}
+    return [seat for seat in after.seats if seat.spec.worker not in there]
+
+
 def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent) -> str:
     """Until the cluster is as it was told to be: "", or why it is not. Raises LaunchError when that takes longer."""
     clock = MonotonicClock()

@@ -40,7 +40,7 @@ from baton.deploy.listener import draw_port, open_listener
 from baton.deploy.planner.command import read_cost
 from baton.deploy.planner.outcome import Slo
 from baton.deploy.ray_join import LaunchError as LaunchError
-from baton.deploy.ray_join import connect_ray, first_line, join_ray
+from baton.deploy.ray_join import connect_ray, first_line, free_cpus, join_ray, tell_room
 from baton.deploy.ray_side import (
     KILL_GRACE_S,
     REAP_TIMEOUT_S,
@@ -261,11 +261,7 @@ def launch(
     config = _checked(config)
     policy = policy_of(config)
     owns_ray = connect_ray(config, ray_address, on_progress, ray_temp_dir)
-    wanted = sum(seat.place.num_cpus for seat in _seats(config))
-    free_cpus = ray.available_resources().get("CPU", 0.0)
-    if free_cpus < wanted:
-        # Not an error: Ray may be about to add nodes. But nobody should wait without knowing for what.
-        on_progress(f"Ray has {free_cpus:g} free CPUs; {config.prefill + config.decode} workers wait for {wanted:g}")
+    tell_room(free_cpus(), _seats(config), on_progress)
     plan = ClusterPlan(
         config=config,
         run_dir=new_run_dir(config.cluster),

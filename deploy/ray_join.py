@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 
 import ray
 
@@ -14,6 +15,7 @@ from baton.common import env
 from baton.common.config import ClusterConfig
 from baton.common.errors import BatonError
 from baton.common.model.cache import Progress
+from baton.deploy.cluster_plan import PlannedSeat
 
 OBJECT_STORE_BYTES = 100_000_000
 """The object store is not on the token path; Ray wants at least 75 MB."""
@@ -37,11 +39,10 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
         join_ray(address, config.cluster)
         return False
     on_progress("starting Ray on this machine")
-    workers = config.prefill + config.decode
     try:
         ray.init(
             address="local",  # never one that happens to run here
-            num_cpus=max(workers, os.cpu_count() or 1),
+            num_cpus=cpus_of_own_ray(config.prefill + config.decode, os.cpu_count() or 1),
             num_gpus=0,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
@@ -55,6 +56,24 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
         ray.shutdown()
         raise LaunchError(f"Ray did not start on this machine: {first_line(error)}") from error
     return True
+
+
+def cpus_of_own_ray(workers: int, cores: int) -> int:
+    """What a Ray of our own says that it has. It only counts workers by them, which may be more than there are cores;
+    so there is room for as many again: the extra ones of `baton upgrade`, those that `baton scale` adds."""
+    return max(2 * workers, cores)
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def tell_room(free: float, wanted: Iterable[PlannedSeat], on_progress: Progress) -> None:
+    """`free`: what Ray had before these were asked for. Too little is not an error: Ray may be about to add nodes. But
+    nobody should wait without knowing for what."""
+    each = [seat.place.num_cpus for seat in wanted if seat.place.num_cpus]
+    if free < sum(each):
+        on_progress(f"Ray has {free:g} free CPUs; {len(each)} workers wait for {sum(each):g}")
 
 
 def join_ray(address: str, namespace: str | None = None) -> None:

@@ -237,6 +237,7 @@ def scale(
     """More workers, or fewer. Those that leave finish what they have."""
     from baton.deploy import changing
     from baton.deploy.launch import attach
+    from baton.deploy.ray_join import free_cpus, tell_room
 
     wanted: dict[str, int] = {}
     for count in counts:
@@ -245,8 +246,9 @@ def scale(
             raise typer.BadParameter(f"{count!r} is not like decode=2")
         wanted[role] = int(number)
     handle = attach(cluster, ray_address)
-    changing.scale(handle, wanted)
-    changing.watch(handle, within_s, lambda line: err.print(line, markup=False))
+    before, free = handle.current_plan(), free_cpus()
+    tell_room(free, changing.added(before, changing.scale(handle, wanted)), _note)
+    changing.watch(handle, within_s, _note)
 
 
 def upgrade(
@@ -259,19 +261,22 @@ def upgrade(
     ray_address: RunningRay = "auto",
     within_s: Within = 3600.0,
 ) -> None:
-    """Replace all processes, one after the other. By such with these settings, of the release that is installed now."""
+    """Replace all processes, one after the other. The new ones have these settings, and are of the release that is
+    installed now."""
     from baton.deploy import changing
     from baton.deploy.launch import attach
+    from baton.deploy.ray_join import free_cpus, tell_room
     from baton.deploy.serve import decide
 
     handle = attach(cluster, ray_address)
-    running = handle.current_plan().config
+    before, free = handle.current_plan(), free_cpus()
+    running = before.config
     same = {"cluster": cluster, "gateways": running.gateways, "prefill": running.prefill, "decode": running.decode}
     where = {"gateway": {"host": running.gateway.host, "port": running.gateway.port}}
     layers = layers_of(config, settings, flags_of(model or running.model.model, None, None, None, None, dtype))
     wanted = decide([Layer("the running cluster", {**same, **where}), *layers], err)
-    changing.upgrade(handle, wanted, surge=surge)
-    given_up = changing.watch(handle, within_s, lambda line: err.print(line, markup=False))
+    tell_room(free, changing.added(before, changing.upgrade(handle, wanted, surge=surge)), _note)
+    given_up = changing.watch(handle, within_s, _note)
     if given_up:
         err.print(f"given up: {given_up}", markup=False)
         raise typer.Exit(FAILED)
@@ -291,6 +296,10 @@ def flip(
 ) -> None:
     """Give a worker another role when it has finished what it runs. Its name stays."""
     _replace_worker(worker, role, cluster, ray_address)
+
+
+def _note(line: str) -> None:
+    err.print(line, markup=False)
 
 
 def _replace_worker(worker: str, role: str | None, cluster: str, ray_address: str) -> None:

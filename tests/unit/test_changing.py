@@ -10,10 +10,11 @@ import pytest
 
 from baton.common.config import ClusterConfig, GatewayConfig
 from baton.common.errors import ConfigError
-from baton.deploy.changing import scale, upgrade
+from baton.deploy.changing import added, scale, upgrade
 from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.launch import CLASS_PATHS, ClusterHandle
+from baton.deploy.ray_join import cpus_of_own_ray, tell_room
 
 
 @dataclass
@@ -92,3 +93,28 @@ def test_an_upgrade_keeps_where_clients_find_it() -> None:
     config = handle.current_plan().config
     with pytest.raises(ConfigError, match=r"gateway\.port"):
         upgrade(handle, replace(config, gateway=replace(config.gateway, port=1)))
+
+
+def test_who_asks_for_more_than_ray_has_room_for_is_told_so() -> None:
+    handle, said = cluster(), list[str]()
+    before = handle.current_plan()
+    places = [replace(seat, place=Place(num_cpus=seat.spec.role != "gateway")) for seat in before.seats]
+    handle.change(replace(before, seats=tuple(places)))
+    before = handle.current_plan()
+    more = added(before, upgrade(handle, before.config))
+    assert [seat.spec.worker for seat in more] == ["decode-2", "prefill-1"]
+    tell_room(2, more, said.append)
+    assert said == []
+    tell_room(1, more, said.append)
+    assert said == ["Ray has 1 free CPUs; 2 workers wait for 2"]
+    said.clear()
+    tell_room(0, added(before, scale(handle, {"decode": 1})), said.append)
+    assert said == []
+
+
+def test_a_ray_of_our_own_has_room_for_the_extra_workers_of_an_upgrade() -> None:
+    for prefill, decode in ((0, 1), (1, 1), (1, 2), (3, 1)):
+        handle = cluster(prefill, decode)
+        before = handle.current_plan()
+        extra = added(before, upgrade(handle, before.config))
+        assert cpus_of_own_ray(prefill + decode, cores=1) >= prefill + decode + len(extra)
