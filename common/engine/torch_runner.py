@@ -42,6 +42,7 @@ from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams
 from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.pool_layers import PoolLayers
+from baton.common.engine.rotary import fix_angles
 from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
 from baton.common.engine.shared_weights import SharedWeights
@@ -107,6 +108,7 @@ class TorchRunner:
         buffers = self._make_buffers(dtype, num_pages, page_size, shared)
         self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
         self.model = model
+        fix_angles(model, info.max_positions)
         pack_linears(model, backends.kernels, weights)
         if backends.kernels is not None:
             replace_pointwise(model, backends.kernels)

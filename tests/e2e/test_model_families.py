@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen3Config,
     T5Config,
@@ -74,6 +75,32 @@ def test_family_says_what_generate_says(family: str, tmp_path: Path) -> None:
     sequences = [Sequence(i, prompt, max_tokens=12, stop_token=2) for i, prompt in enumerate(prompts)]
     run_mixed(runner, sequences, max_rows=4, seed=9)
     assert [sequence.outputs for sequence in sequences] == expected
+
+
+@pytest.mark.parametrize("architecture", [LlamaConfig, Phi3Config])
+def test_longrope_turns_by_the_position_alone(architecture: type[PretrainedConfig], tmp_path: Path) -> None:
+    """`transformers` takes the long factors for a pass whose longest row is long; whom a row shares a step with, and in
+    which chunks it comes, must say nothing. The truth for a long prompt is one pass of `transformers` over it."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 12, "long_factor": [1.0 + 0.5 * i for i in range(12)]}
+    save_random_model(architecture(**SMALL, rope_parameters={**rope, **factors}), tmp_path)
+    runner = TorchRunner.load(str(tmp_path), dtype="float32", num_pages=120, page_size=4, threads=1)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 600) for _ in range(length)] for length in (5, 30, 70)]
+
+    def run(chosen: list[list[int]], chunks: tuple[int, ...]) -> list[Sequence]:
+        sequences = [Sequence(i, prompt, max_tokens=6) for i, prompt in enumerate(chosen)]
+        run_mixed(runner, sequences, max_rows=3, seed=9, chunks=chunks)
+        return sequences
+
+    alone = [run([prompt], (100,))[0] for prompt in prompts]
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        truth = reference(torch.tensor([prompts[2]])).logits[0, -1]
+    torch.testing.assert_close(alone[2].logits[0], truth, atol=1e-3, rtol=1e-4)
+    for ours, theirs in zip(run(prompts, (1, 7, 33)), alone, strict=True):
+        assert ours.outputs == theirs.outputs
+        torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
