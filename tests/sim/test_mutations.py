@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, islice, product
@@ -43,7 +44,7 @@ from baton.deploy.admission import Admission as GatewayAdmission
 from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
-from baton.deploy.gateway_core import GatewayCore, Waiting
+from baton.deploy.gateway_core import GatewayCore, Placing, Streaming, Waiting
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.routing.router import Router
 from baton.deploy.session_book import SessionBook
@@ -89,15 +90,24 @@ def worlds() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def noticed() -> Noticed | None:
-    """Which world fails first, and how. A scenario that misses its danger has not noticed anything."""
+    """Which world fails first, and how. A scenario that misses its danger has not noticed anything, nor has a world in
+    which a mutation stumbles over what is not there any more."""
     for number, (where, run) in enumerate(islice(worlds(), MOST_WORLDS), start=1):
         try:
             run()
         except DangerMissed:
             continue
-        except Exception as error:  # noqa: BLE001 - any failure is a finding
+        except Exception as error:
+            if isinstance(error, AttributeError | NameError | TypeError) and raised_here(error):
+                raise
             return Noticed(number, where, f"{type(error).__name__}: {error}")
     return None
+
+
+def raised_here(error: Exception) -> bool:
+    """By a line of this file, not by one that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename == __file__
 
 
 def free_on_abort_without_fence(patch):
@@ -148,9 +158,8 @@ def ignore_epoch(patch):
             if not isinstance(state, Waiting):
                 successor = next((one.stamp for one in view.members if one.stamp.worker == state.worker.worker), None)
                 if successor is not None and successor != state.worker:
-                    self._leave(request)
-                    self._placed[successor] = self._placed.get(successor, 0) + 1
-                    request.state = dataclasses.replace(state, worker=successor)
+                    placing = isinstance(state, Placing)
+                    request.state = Placing(successor) if placing else Streaming(successor, state.heard_s)
         on_view(self, view, now, out)
 
     def no_answer(self, gateway, key, failure):
