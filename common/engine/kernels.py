@@ -30,7 +30,7 @@ UNIT_QUERIES = 64  # from here on matrix units win
 
 
 class _AttendArgs(ctypes.Structure):
-    """`AttendArgs` in csrc/paged_attention.cpp, field for field."""
+    """`AttendArgs` in csrc/attention.h, field for field."""
 
     _fields_: ClassVar = [
         ("is_bf16", c_int64),

@@ -30,7 +30,7 @@ constexpr int64_t kQueryRows = 144;  // (query, head of the group) pairs per wor
 constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds below which waking threads costs more than it brings
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// Mirrored by `_AttendArgs` in paged_attention.py. Strides count elements.
+// Mirrored by `_AttendArgs` in kernels.py. Strides count elements.
 struct AttendArgs {
     int64_t is_bf16;
     void* pool;  // [pages][layers][2][kv_heads][page_size][head_dim]
