@@ -79,7 +79,7 @@ class Examination:
         """Leaves the probes to whoever made them."""
         began_s = time.monotonic()
         probes = [probe for host in self.hosts for probe in host.probes]
-        self.say(f"looking at {len(self.hosts)} hosts, {len(probes)} probes")
+        self.say(f"looking at hosts: {len(self.hosts)}, probes: {len(probes)}")
         self._known = self._facts(probes)
         clocks = self._clocks()
         pairs = self._pairs() if self.bounds.measure else []

@@ -70,7 +70,7 @@ def print_found(found: Found, findings: Iterable[Finding], console: Console) -> 
     counts = {severity: sum(one.severity is severity for one in findings) for severity in WORST_FIRST}
     told = ", ".join(f"[{COLOURS[severity]}]{count} {severity}[/]" for severity, count in counts.items())
     console.print(
-        f"\n{told}; {len(found.hosts)} hosts, {len(found.pairs)} of {found.pairs_possible} directed pairs, "
+        f"\n{told}; hosts: {len(found.hosts)}, {len(found.pairs)} of {found.pairs_possible} directed pairs, "
         f"{format_bytes(found.moved_bytes)} moved, {found.took_s:.1f} s"
     )
 

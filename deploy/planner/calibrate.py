@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from baton.common.config import ClusterConfig
+from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import BatchRow, ModelRunner, pack_batch
 from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
@@ -150,6 +150,8 @@ def fit_lane(handoffs: Sequence[MeasuredHandoff]) -> tuple[LaneCost, FitError]:
 
 def calibrate(config: ClusterConfig, told: Told) -> CostModel:
     """Of a resolved configuration. Raises ConfigError for models of which the planner knows nothing."""
+    if config.model.model == FAKE_MODEL:
+        raise ConfigError("model.model", FAKE_MODEL, "computes nothing: there is no cost to measure", "a real model")
     alone = calibrate_alone(config, told)
     told("a cluster of 1 prefill and 1 decode worker: what service adds")
     return with_service(alone, measure_service(config))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from planner_rig import COST, costing
 
+from baton.common.config import FAKE_MODEL, ClusterConfig, ModelConfig
 from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.errors import ConfigError
 from baton.common.least_squares import non_negative_fit
 from baton.common.messages import SamplingParams
-from baton.deploy.planner.calibrate import StepPoint, fit_decode, fit_lane, fit_prefill, with_service
+from baton.deploy.planner.calibrate import StepPoint, calibrate, fit_decode, fit_lane, fit_prefill, with_service
 from baton.deploy.planner.cost import (
     DecodeCost,
     LaneCost,
@@ -24,6 +25,11 @@ from baton.deploy.planner.cost import (
 )
 from baton.deploy.planner.lane_meter import MeasuredHandoff
 from baton.deploy.planner.service_meter import MeasuredService
+
+
+def test_a_model_that_computes_nothing_has_no_cost() -> None:
+    with pytest.raises(ConfigError, match="computes nothing: there is no cost"):
+        calibrate(ClusterConfig(model=ModelConfig(model=FAKE_MODEL)), lambda _: None)
 
 
 def test_a_cost_file_comes_back_as_it_was() -> None:
