@@ -101,7 +101,8 @@ class ZmqTransport:
     # ---------------------------------------------------------------------------------------- receiver
 
     def open(self, peer: Stamp, address: LaneAddress) -> None:
-        self.close_link(peer)
+        if (old := self._links.get(peer)) is not None:
+            self._drop(old, "opened again", peer_lost=False)
         socket = self._mesh.context.socket(zmq.DEALER)
         set_socket_options(socket, _HIGH_WATER_MESSAGES, self._max_bytes)
         secured = secure_client(socket, self._mesh.keys, self._mesh.allow.key_of(peer))
@@ -116,13 +117,13 @@ class ZmqTransport:
         self._mesh.register(monitor)
 
     def close_link(self, peer: Stamp) -> None:
+        """That it has said HELLO is remembered: its connection stays, so it would not say so again. Who is no member is
+        not answered all the same."""
         link = self._links.get(peer)
         if link is not None:
             self._drop(link, "link closed", peer_lost=False)
         for receiver, tag in [key for key in self._asks if key[0] == peer]:
             del self._asks[receiver, tag]
-        for caller in [caller for caller, stamp in self._callers.items() if stamp == peer]:
-            del self._callers[caller]
         for key in [key for key in self._ready if key[0] == peer]:
             self._events.append(Ended(self._ready.pop(key).op, "link closed", peer_lost=False))
 
