@@ -135,6 +135,24 @@ def test_what_lies_in_dead_pages_changes_nothing(
         assert torch.equal(backend.attend(query, key, value, poisoned.clone(), 1, dead, params), expected), backend.name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_a_nan_shows(compiled: CompiledPagedAttention, dtype: torch.dtype, softcap: float) -> None:
+    """Broken weights or pages must not become a plausible answer; and they are nobody else's."""
+    torch.manual_seed(5)
+    num_pages = 2 + sum(-(-kv // 16) for _, kv in ROWS)
+    plan = make_plan(ROWS, 16, shuffled_pages(num_pages))
+    query, key, value = (torch.randn(plan.q_offsets[-1], heads, 64).to(dtype) for heads in (4, 2, 2))
+    pool, params = torch.randn(num_pages, 1, 2, 2, 16, 64).to(dtype), AttentionParams(0.125, 0, softcap)
+    clean = compiled.attend(query, key, value, pool, 0, plan, params)
+    broken = [0, 1, int(plan.q_offsets[4]) + 7]  # of rows of one token, and in the middle of a chunk
+    query[broken, 1] = float("nan")
+    found = compiled.attend(query, key, value, pool, 0, plan, params)
+    assert found[broken, 1].isnan().all()
+    found[broken, 1] = clean[broken, 1]
+    assert torch.equal(found, clean)
+
+
 def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> None:
     """int32_overflow: the pool is larger than 2^31 elements; only the touched pages take memory."""
     page_size, head_dim, layers = 16, 64, 16

@@ -14,7 +14,7 @@ constexpr int64_t kTileElements = kTileRows * 2 * kTilePairs;
 
 // 2^x for x <= 0, to what bfloat16 can tell (a relative 2^-14); 0 below -126. Taylor's polynomial on [-1/2, 1/2].
 inline f32x16 exp2_16(f32x16 x) {
-    const f32x16 clamped = max16(x, splat16(-126.0f));
+    const f32x16 clamped = max16(splat16(-126.0f), x);  // a NaN stays one
     const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const f32x16 n = (clamped + magic) - magic;
     const f32x16 r = clamped - n;

@@ -56,6 +56,7 @@ inline void store16(bf16* to, f32x16 value) {
 // Written out: adding to zero would cost an addition per use, and a broadcast from memory costs nothing.
 inline f32x16 splat16(float v) { return f32x16{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 
+// `b` where one of them is no number.
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // Lane i gets lane (i + S) mod 16.
@@ -90,7 +91,7 @@ inline float max_of(f32x16 v) {
 // e^x for x <= 0 and a little above (the range of a softmax), to about 1 ulp; 0 below -87. Splits x into n ln 2 + r
 // with |r| <= ln 2 / 2 and evaluates the Taylor polynomial of e^r (its remainder there is below 2^-25 from degree 7).
 inline f32x16 exp16(f32x16 x) {
-    const f32x16 clamped = max16(x, splat16(-87.0f));
+    const f32x16 clamped = max16(splat16(-87.0f), x);  // a NaN stays one: what is broken must show
     const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const f32x16 n = (clamped * 1.44269504088896341f + magic) - magic;
     const f32x16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
