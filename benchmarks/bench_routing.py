@@ -21,7 +21,7 @@ from baton.common.engine.fake_runner import StepCost
 from baton.common.ids import RequestId
 from baton.common.messages import Timeline
 from baton.common.routing_config import POLICY_NAMES, RoutingConfig
-from baton.deploy.gateway_core import RequestEnded, TokensArrived
+from baton.deploy.gateway_states import RequestEnded, TokensArrived
 from baton.deploy.planner.cluster import Knobs, ModelCluster, Split
 from baton.deploy.planner.cost import CostModel, DecodeCost, LaneCost, PrefillCost
 from baton.deploy.planner.outcome import Slo

@@ -1,8 +1,8 @@
 """One outcome per request: the brain of a gateway. Pure; the shell (HTTP, detokenizer, sockets) is elsewhere.
 
-Owns: every admitted request until its one outcome, the output tokens received so far, which decode worker has it, and
-the clean-up of placements that were given up. Never: touches text, sockets or clocks; never chooses a KV page, or whose
-turn it is (`admission.py`).
+Owns: every admitted request until its one outcome, the output tokens received so far, and which decode worker has it.
+Never: touches text, sockets or clocks; never chooses a KV page, or whose turn it is (`admission.py`). Placements that
+were given up are cleaned up by `gateway_releases.py`.
 
 Invariants:
 G1. Every admitted request gets exactly one `RequestEnded`, at the latest at its deadline.
@@ -17,22 +17,19 @@ G4. Nothing is created by a worker's message. Tables are bounded by `max_infligh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from msgspec import Struct
 
 from baton.common.config import DecodeConfig, GatewayConfig, LivenessConfig, TransferConfig
 from baton.common.deadlines import Deadlines, earliest
-from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
+from baton.common.engine.core_api import FromPeer, MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp, WorkerId
 from baton.common.messages import (
-    Body,
-    CancelRequest,
     CloseSession,
     Demand,
     Failure,
@@ -47,16 +44,24 @@ from baton.common.messages import (
     SamplingParams,
     Submit,
     Submitted,
-    Timeline,
-    TokenLogprob,
     pack_tokens,
     unpack_tokens,
 )
-from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.admission import Admission, Refused
 from baton.deploy.admission_queue import EVERYBODY, Tenant
 from baton.deploy.demand import DemandMeter
+from baton.deploy.gateway_releases import Releases
+from baton.deploy.gateway_states import (
+    GatewayEffect,
+    Placing,
+    RequestEnded,
+    State,
+    Streaming,
+    TokensArrived,
+    Waiting,
+    to_worker,
+)
 from baton.deploy.routing.router import Placement, Router
 from baton.deploy.session_book import Session, SessionBook
 
@@ -72,67 +77,9 @@ _LASTING = frozenset({ErrorCode.OVERLOADED, ErrorCode.INTERNAL})
 
 _DEFAULT_DECODE = DecodeConfig()
 _DEFAULT_ROUTING = RoutingConfig()
-_RELEASE_GRACE_S = 30.0
 _RETRY_AFTER_S = 1.0
 _QUIET_RESENDS = 8
 """A placement that says nothing for this many re-send intervals is asked whether it is still there."""
-
-
-# --------------------------------------------------------------------------------------------- towards the client
-
-
-class TokensArrived(Struct, frozen=True):
-    """Output tokens number `first_index`, `first_index` + 1, ... In order, without gap, each exactly once."""
-
-    request_id: RequestId
-    first_index: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: PromptLogprobs | None = None  # with token 0, where they are wanted
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEnded:
-    """The one outcome: `finish_reason` ("stop" | "length") or `failure`. `retry_after_s` is advice to the client;
-    `timeline` is the worker's account."""
-
-    request_id: RequestId
-    finish_reason: str
-    failure: Failure | None
-    timeline: Timeline | None
-    placements: int
-    retry_after_s: float | None = None
-    waited_s: float = 0.0  # for its turn at the gateway
-
-
-GatewayEffect = SendTo | TokensArrived | RequestEnded
-
-
-# ----------------------------------------------------------------------------------------------- states
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """For its turn, or for a decode worker that can take it. Given up at `give_up_s` if there is none."""
-
-    give_up_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Submit was sent, and is sent again until answered."""
-
-    worker: Stamp
-
-
-class Streaming(Struct, frozen=True):
-    """The worker has it. `heard_s`: its last sign of life for this request."""
-
-    worker: Stamp
-    heard_s: float
-
-
-State = Waiting | Placing | Streaming
 
 
 @dataclass(slots=True)
@@ -157,15 +104,6 @@ class _Request:
     names: tuple[int, ...] | None = None  # of the pages of its prompt, while it is placed and computed
 
 
-@dataclass(frozen=True, slots=True)
-class _Release:
-    """A placement that was given up. Its worker is told until it says goodbye, is gone, or must have given up."""
-
-    worker: Stamp
-    expires_s: float
-    answered: bool  # the client has its answer: a session keeps the turn
-
-
 class GatewayCore:
     """`submit`/`cancel`/`finish` from clients, `handle`/`on_timer` from the cluster; all return effects."""
 
@@ -186,11 +124,9 @@ class GatewayCore:
         self._resend_s = transfer.resend_after_s
         self._worker_wait_s = 4 * liveness.dead_after_s  # a killed worker is noticed and replaced within this
         self._requests: dict[RequestId, _Request] = {}
-        self._releases: dict[tuple[RequestId, int], _Release] = {}
-        self._finished: dict[RequestId, RequestEnded] = {}  # told when the last placement's account is here, or due
+        self._releases = Releases(transfer.resend_after_s)
         self._deadlines: Deadlines[RequestId] = Deadlines()  # the request's end
         self._timers: Deadlines[RequestId] = Deadlines()  # re-sends and waits, by state
-        self._release_timers: Deadlines[tuple[RequestId, int]] = Deadlines()
         self._members: dict[WorkerId, Member] = {}
         self.router = Router(routing, page_size, transfer.resend_after_s)
         self._admission = Admission(gateway, decode.max_running_requests)
@@ -261,7 +197,7 @@ class GatewayCore:
         if request is not None:
             self._fail(request, Failure(code=ErrorCode.CANCELLED, reason="cancelled by the client"), now, out)
             self._let_in(now, out)
-        elif (finished := self._finished.pop(request_id, None)) is not None:
+        elif (finished := self._releases.cancel(request_id)) is not None:
             out.append(finished)
         return out
 
@@ -279,7 +215,7 @@ class GatewayCore:
             if isinstance(request.state, Waiting):
                 out.append(ended)
             else:
-                self._finished[request_id] = ended
+                self._releases.finish(ended)
             self._let_in(now, out)
         return out
 
@@ -301,7 +237,7 @@ class GatewayCore:
 
     def _close_slot(self, session: Session, worker: Stamp | None, out: list[GatewayEffect]) -> None:
         if worker is not None and (member := self._members.get(worker.worker)) is not None and member.stamp == worker:
-            out.append(_to(worker, CloseSession(session_id=session.session_id)))
+            out.append(to_worker(worker, CloseSession(session_id=session.session_id)))
 
     # ----------------------------------------------------------------------------------- from the cluster
 
@@ -339,8 +275,7 @@ class GatewayCore:
             )
         for request_id in self._timers.pop_due(now):
             self._on_request_timer(self._requests[request_id], now, out)
-        for key in self._release_timers.pop_due(now):
-            self._on_release_timer(key, now, out)
+        self._releases.on_timer(now, out)
         for session in self._sessions.pop_expired(now):
             self._close_slot(session, session.worker, out)
         self._let_in(now, out)
@@ -351,7 +286,7 @@ class GatewayCore:
         return earliest(
             self._deadlines.next_s(),
             self._timers.next_s(),
-            self._release_timers.next_s(),
+            self._releases.next_s(),
             self._sessions.next_deadline(),
         )
 
@@ -372,7 +307,7 @@ class GatewayCore:
     @property
     def idle(self) -> bool:
         """Every request has ended and every worker has let go of what was its."""
-        return self.router.idle and not (self._requests or self._releases or self._finished)
+        return self.router.idle and self._releases.idle and not self._requests
 
     # ---------------------------------------------------------------------------------------- placement
 
@@ -456,7 +391,7 @@ class GatewayCore:
             session_turn=request.session.turns if request.session is not None else 0,
             thinking_token_id=self._thinking_token_id,
         )
-        out.append(_to(stamp, submit))
+        out.append(to_worker(stamp, submit))
         self._timers.set(request.request_id, now + self._resend_s)
 
     def _replace(self, request: _Request, now: float, out: list[GatewayEffect]) -> None:
@@ -483,8 +418,7 @@ class GatewayCore:
         alive = {member.stamp for member in view.members}
         self.router.on_view(view)
         self._admission.on_view(view, now)
-        for key in [key for key, release in self._releases.items() if release.worker not in alive]:
-            self._forget_release(key, None, out)
+        self._releases.keep(alive, out)
         for request in list(self._requests.values()):
             match request.state:
                 case Placing(worker) | Streaming(worker):
@@ -502,7 +436,7 @@ class GatewayCore:
     def _on_submitted(self, sender: Stamp, message: Submitted, now: float, out: list[GatewayEffect]) -> None:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
-            self._let_go(sender, (message.request_id, message.placement), None, out)
+            self._releases.let_go(sender, (message.request_id, message.placement), None, out)
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
@@ -512,14 +446,14 @@ class GatewayCore:
         request = self._requests.get(message.request_id)
         if request is None or not _is_current(request, sender, message.placement):
             self.stale_outputs += 1
-            self._let_go(sender, (message.request_id, message.placement), message if last else None, out)
+            self._releases.let_go(sender, (message.request_id, message.placement), message if last else None, out)
             return
         request.state = Streaming(sender, now)
         self._timers.set(request.request_id, now + _QUIET_RESENDS * self._resend_s)
         known = len(request.outputs)
         if message.first_index > known:
             resume = Resume(request_id=request.request_id, placement=request.placement, next_index=known)
-            out.append(_to(sender, resume))
+            out.append(to_worker(sender, resume))
             return
         tokens = unpack_tokens(message.tokens)[known - message.first_index :].tolist()
         if tokens:
@@ -532,7 +466,7 @@ class GatewayCore:
             scores = message.prompt_logprobs if known == 0 else None
             out.append(TokensArrived(request.request_id, known, tuple(tokens), logprobs, scores))
         if last:
-            out.append(_to(sender, FinishAck(request_id=request.request_id, placement=request.placement)))
+            out.append(to_worker(sender, FinishAck(request_id=request.request_id, placement=request.placement)))
             self._on_last(request, sender, message, now, out)
 
     def _on_last(self, request: _Request, sender: Stamp, message: Output, now: float, out: list[GatewayEffect]) -> None:
@@ -553,17 +487,6 @@ class GatewayCore:
             waited_s=request.waited_s,
         )
         self._end(request, ended, now, out, answered_by=sender if failure is None else None)
-
-    def _let_go(self, sender: Stamp, key: tuple[RequestId, int], last: Output | None, out: list[GatewayEffect]) -> None:
-        """Answers a placement that is not current (G3)."""
-        release = self._releases.get(key)
-        if last is None:
-            answered = release is not None and release.answered
-            out.append(_to(sender, CancelRequest(request_id=key[0], placement=key[1], answered=answered)))
-            return
-        out.append(_to(sender, FinishAck(request_id=key[0], placement=key[1])))
-        if release is not None and release.worker == sender:
-            self._forget_release(key, last.timeline, out)
 
     # ------------------------------------------------------------------------------------------- timers
 
@@ -586,7 +509,7 @@ class GatewayCore:
             case Streaming(worker):
                 next_index = len(request.outputs)
                 out.append(
-                    _to(
+                    to_worker(
                         worker,
                         Resume(request_id=request.request_id, placement=request.placement, next_index=next_index),
                     )
@@ -595,16 +518,6 @@ class GatewayCore:
             case _:
                 assert_never(request.state)
 
-    def _on_release_timer(self, key: tuple[RequestId, int], now: float, out: list[GatewayEffect]) -> None:
-        release = self._releases[key]
-        self._tell_finished(key, None, out)
-        if now >= release.expires_s:
-            self._forget_release(key, None, out)
-        else:
-            cancel = CancelRequest(request_id=key[0], placement=key[1], answered=release.answered)
-            out.append(_to(release.worker, cancel))
-            self._release_timers.set(key, now + self._resend_s)
-
     # -------------------------------------------------------------------------------------------- endings
 
     def _release_current(
@@ -612,24 +525,8 @@ class GatewayCore:
     ) -> None:
         """Tells the current worker to let go, again and again until it has."""
         if isinstance(request.state, Placing | Streaming):
-            key = (request.request_id, request.placement)
-            self._releases[key] = _Release(request.state.worker, request.deadline_s + _RELEASE_GRACE_S, answered)
-            cancel = CancelRequest(request_id=key[0], placement=key[1], answered=answered)
-            out.append(_to(request.state.worker, cancel))
-            again_s = now + self._resend_s  # and then a finished answer is told without the worker's account
-            self._release_timers.set(key, min(again_s, request.deadline_s) if now < request.deadline_s else again_s)
-
-    def _forget_release(self, key: tuple[RequestId, int], timeline: Timeline | None, out: list[GatewayEffect]) -> None:
-        """Its worker has said goodbye, perhaps with an account of its time; or it is not told any more."""
-        del self._releases[key]
-        self._release_timers.drop(key)
-        self._tell_finished(key, timeline, out)
-
-    def _tell_finished(self, key: tuple[RequestId, int], timeline: Timeline | None, out: list[GatewayEffect]) -> None:
-        ended = self._finished.get(key[0])
-        if ended is not None and ended.placements == key[1] + 1:
-            del self._finished[key[0]]
-            out.append(replace(ended, timeline=timeline))
+            key, worker = (request.request_id, request.placement), request.state.worker
+            self._releases.give_up(key, worker, request.deadline_s, now, out, answered=answered)
 
     def _fail(self, request: _Request, failure: Failure, now: float, out: list[GatewayEffect]) -> None:
         self._release_current(request, now, out)
@@ -672,10 +569,6 @@ def _worker_of(request: _Request) -> Stamp | None:
 def _draw(request: _Request) -> int:
     """Another number for each request and placement; the same one in every run."""
     return xxhash.xxh3_64_intdigest(request.request_id.encode(), request.placement)
-
-
-def _to(worker: Stamp, body: Body) -> SendTo:
-    return SendTo(worker.worker, worker.epoch, body)
 
 
 def _is_current(request: _Request, sender: Stamp, placement: int) -> bool:

@@ -34,8 +34,9 @@ from baton.common.tracing import NOBODY, SpanSink
 from baton.deploy.accounts import CURRENT, Account, failed
 from baton.deploy.api_keys import Keys, NoKeys
 from baton.deploy.detokenize import AnswerText, Piece
-from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded, TokensArrived
+from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_metrics import GatewayMetrics
+from baton.deploy.gateway_states import GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.recent import RecentBook, SlowRequest
 from baton.deploy.status import GatewayStatus, LaneUse, SeatView, WorkerView
 from baton.deploy.tokenizer import ServedModel

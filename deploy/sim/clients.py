@@ -20,7 +20,7 @@ from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp
 from baton.common.messages import SamplingParams, Submit, TokenLogprob, unpack_tokens
 from baton.common.units import pages_for_tokens
 from baton.deploy.admission_queue import EVERYBODY, Tenant
-from baton.deploy.gateway_core import RequestEnded, TokensArrived
+from baton.deploy.gateway_states import RequestEnded, TokensArrived
 from baton.deploy.sim.settings import WorldSettings
 
 if TYPE_CHECKING:

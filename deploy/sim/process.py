@@ -38,7 +38,8 @@ from baton.deploy.controller_seats import (
     SeatSpec,
     StartWorker,
 )
-from baton.deploy.gateway_core import GatewayCore, GatewayEffect, TokensArrived
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_states import GatewayEffect, TokensArrived
 from baton.deploy.sim.schedule import Event
 from baton.deploy.sim.watch_admission import AdmissionWatch
 from baton.deploy.sim.watch_members import GatewayWatch

@@ -21,7 +21,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId, Stamp
 from baton.common.messages import Load, Submit
 from baton.deploy.admission_queue import ANSWER_TOKEN_WORK, Tenant
-from baton.deploy.gateway_core import RequestEnded, TokensArrived
+from baton.deploy.gateway_states import RequestEnded, TokensArrived
 from baton.deploy.sim.clients import ClientRequest
 
 ROUNDING = 1e-6

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo
 from baton.common.ids import RequestId, Stamp, WorkerId
 from baton.common.messages import CancelRequest, Membership, Output, Resume, Submit, Submitted
-from baton.deploy.gateway_core import RequestEnded
+from baton.deploy.gateway_states import RequestEnded
 
 ROUNDING_S = 1e-6
 QUIET_RESENDS = 8

@@ -20,7 +20,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, RequestId, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
 from baton.deploy.controller_seats import SeatSpec
-from baton.deploy.gateway_core import RequestEnded
+from baton.deploy.gateway_states import RequestEnded
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.sim.clients import ClientRequest, Clients
 from baton.deploy.sim.faults import is_prompt, is_steady, plan_faults, without

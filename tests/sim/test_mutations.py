@@ -44,7 +44,9 @@ from baton.deploy.admission import Admission as GatewayAdmission
 from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
-from baton.deploy.gateway_core import GatewayCore, Placing, Streaming, Waiting
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_releases import Releases
+from baton.deploy.gateway_states import Placing, Streaming, Waiting
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.routing.router import Router
 from baton.deploy.session_book import SessionBook
@@ -241,7 +243,7 @@ def leak_a_lock(patch):
 def no_cancel_to_old_placements(patch):
     """A placement that was given up is not told."""
     patch.setattr(GatewayCore, "_release_current", lambda self, request, now, out: None)
-    patch.setattr(GatewayCore, "_let_go", lambda self, *rest: None)
+    patch.setattr(Releases, "let_go", lambda self, *rest: None)
 
 
 def free_while_a_tier_writes(patch):

@@ -15,7 +15,7 @@ from msgspec import structs
 from baton.common.config import DecodeConfig, PrefillConfig
 from baton.common.ids import RequestId
 from baton.common.messages import SamplingParams
-from baton.deploy.gateway_core import TokensArrived
+from baton.deploy.gateway_states import TokensArrived
 from baton.deploy.planner.cluster import Knobs, Split, serve
 from baton.deploy.planner.cost import CostModel, DecodeCost, LaneCost, MeasuredStep, PrefillCost
 from baton.deploy.planner.outcome import Answer, Outcome, Slo

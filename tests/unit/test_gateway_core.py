@@ -29,7 +29,8 @@ from baton.common.messages import (
     unpack_tokens,
 )
 from baton.common.routing_config import RoutingConfig
-from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_states import RequestEnded, TokensArrived
 from baton.deploy.routing.policies import SLACK
 
 R = RequestId("r1")

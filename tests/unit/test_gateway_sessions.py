@@ -21,7 +21,8 @@ from baton.common.messages import (
     Submitted,
     pack_tokens,
 )
-from baton.deploy.gateway_core import GatewayCore, GatewayEffect, RequestEnded
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_states import GatewayEffect, RequestEnded
 
 ALICE, BOB = "alice", "bob"
 S = SessionId("s")

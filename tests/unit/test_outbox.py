@@ -25,7 +25,8 @@ from baton.common.messages import (
 )
 from baton.decode.outbox import MAX_TOKENS_PER_OUTPUT, Outbox
 from baton.decode.request import DecodeRequest, Done
-from baton.deploy.gateway_core import GatewayCore, RequestEnded, TokensArrived
+from baton.deploy.gateway_core import GatewayCore
+from baton.deploy.gateway_states import RequestEnded, TokensArrived
 
 GATEWAY = Stamp(WorkerId("gateway-0"), 1, Epoch(11))
 DECODE = Stamp(WorkerId("decode-0"), 1, Epoch(22))
