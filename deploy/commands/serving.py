@@ -261,8 +261,8 @@ def upgrade(
     ray_address: RunningRay = "auto",
     within_s: Within = 3600.0,
 ) -> None:
-    """Replace all processes, one after the other. The new ones have these settings, and are of the release that is
-    installed now."""
+    """Replace all processes, one after the other. The new ones have these settings (all of them: what is not
+    given is the default), and are of the release that is installed now."""
     from baton.deploy import changing
     from baton.deploy.launch import attach
     from baton.deploy.ray_join import free_cpus, tell_room
