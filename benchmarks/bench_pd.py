@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
     rounds, count = (1, 6) if asked.quick else (asked.rounds, asked.requests)
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     # Seats, not cores: all clusters live on one Ray, and only one of them works at a time.
     ray.init(
         address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS

@@ -301,7 +301,7 @@ def main() -> None:
         around_marks(arguments.write)  # rather now than in nine minutes
     cost = calibrate(configured(Split(1, 1)), print)
     print(told_cost(cost), flush=True)
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     # Seats, not cores: workers are pinned, and the clusters come one after the other.
     ray.init(
         address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address=LOCAL_NODE_ADDRESS

@@ -84,12 +84,14 @@ def forbid_downloads() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def prepare_ray() -> None:
-    """Sets, unless the user chose otherwise, before `ray.init`: `RAY_AUTH_MODE=disabled` (its default depends on
-    whether a token file lies around, and a cluster whose processes disagree does not start),
-    `RAY_USAGE_STATS_ENABLED=0` (a serving process reports to nobody), and `RAY_worker_niceness=0` (Ray's 15 starves a
-    worker on its pinned core as soon as anything else runs there: heartbeats stop, and it is taken for dead)."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+def prepare_ray(*, joins: bool) -> None:
+    """Sets, unless the user chose otherwise, before `ray.init`: `RAY_USAGE_STATS_ENABLED=0` (a serving process reports
+    to nobody), `RAY_worker_niceness=0` (Ray's 15 starves a worker on its pinned core as soon as anything else runs
+    there: heartbeats stop, and it is taken for dead), and, for a Ray of its own, `RAY_AUTH_MODE=disabled` (its default
+    depends on whether a token file lies around, and a cluster whose processes disagree does not start). Who joins a
+    Ray that runs leaves that to Ray, whose default was that of `ray start`, too."""
+    if not joins:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -300,7 +300,7 @@ def _create_controller(plan: ClusterPlan) -> ActorHandle:
 
 def attach(cluster: str, ray_address: str) -> ClusterHandle:
     """A handle on a cluster that runs on an existing Ray. Raises LaunchError when there is no such Ray or cluster."""
-    env.prepare_ray()
+    env.prepare_ray(joins=True)
     if not ray.is_initialized():
         join_ray(ray_address)
     controller = find_process(cluster, CONTROLLER)

@@ -23,6 +23,7 @@ LOCAL_NODE_ADDRESS = "127.0.0.2"
 """A local Ray's own address. Loopback, so that it survives a change of networks and most of its ports stay private;
 not 127.0.0.1, which Ray replaces by the host's outward address."""
 CONNECT_TIMEOUT_S = 5.0
+TOKEN_HINT = "one that wants a token looks the same: RAY_AUTH_MODE=token"
 
 
 class LaunchError(BatonError):
@@ -33,7 +34,7 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
     """Connects to Ray, or starts one. True: it is ours to shut down."""
     if ray.is_initialized():
         return False
-    env.prepare_ray()
+    env.prepare_ray(joins=address is not None)
     if address is not None:
         on_progress(f"connecting to Ray at {address}")
         join_ray(address, config.cluster)
@@ -82,9 +83,10 @@ def join_ray(address: str, namespace: str | None = None) -> None:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
         if address == "auto" and isinstance(error, ConnectionError):  # Ray's words name an option that is none of ours
-            hint = "`ray start --head` starts one, --ray-address and RAY_ADDRESS name one"
+            hint = f"`ray start --head` starts one, --ray-address and RAY_ADDRESS name one; {TOKEN_HINT}"
             raise LaunchError(f"no Ray cluster was found from this machine: {hint}") from error
-        raise LaunchError(f"cannot join the Ray cluster at {address}: {first_line(error)}") from error
+        hint = f" ({TOKEN_HINT})" if isinstance(error, ConnectionError) else ""
+        raise LaunchError(f"cannot join the Ray cluster at {address}: {first_line(error)}{hint}") from error
 
 
 def _find_listener(address: str) -> None:

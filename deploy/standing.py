@@ -101,7 +101,7 @@ def take_down(cluster: str, ray_address: str, drain_s: float) -> bool:
 
 def find_cluster(cluster: str, ray_address: str) -> ClusterHandle | None:
     """None: no cluster of this name runs on that Ray. Raises LaunchError when there is no such Ray."""
-    env.prepare_ray()
+    env.prepare_ray(joins=True)
     if not ray.is_initialized():
         join_ray(ray_address, cluster)
     return attach(cluster, ray_address) if find_process(cluster, CONTROLLER) is not None else None
@@ -169,7 +169,7 @@ def command_for_head(words: Sequence[str], layers: Sequence[Layer]) -> list[str]
 def submit(ray_address: str, command: Sequence[str], say: Callable[[str], None]) -> None:
     """Runs a command of ours on the head node, through Ray's Jobs API, and says what it says. Raises LaunchError when
     it cannot be run, or fails."""
-    env.prepare_ray()
+    env.prepare_ray(joins=True)
     try:
         client = JobSubmissionClient(ray_address)
         job = client.submit_job(entrypoint=shlex.join(command))

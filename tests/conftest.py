@@ -41,7 +41,7 @@ def ray_context() -> Iterator[dict[str, str]]:
     from baton.common import env
     from baton.deploy.ray_join import LOCAL_NODE_ADDRESS
 
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     # Actors import the stub from here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ACTORS), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="bt", dir="/tmp") as folder:  # short: Ray puts socket names under it

@@ -15,13 +15,12 @@ from ray.cluster_utils import Cluster
 
 from baton.common import env
 from baton.common.config import ClusterConfig, ModelConfig
-from baton.deploy.doctor import ray_probes
-from baton.deploy.doctor.command import examine_ray
+from baton.deploy.doctor import command, ray_probes
 from baton.deploy.doctor.examination import Bounds
 from baton.deploy.doctor.findings import Finding, Severity
 from baton.deploy.doctor.judge import judge
 from baton.deploy.doctor.shapes import Found
-from baton.transfer.process import run_root
+from baton.transfer.process import new_run_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -32,7 +31,7 @@ BOUNDS = Bounds(start_s=60.0, pair_s=5.0)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[str]:
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     here = str(Path(__file__).parent)  # actors import the odd ones from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="bt", dir="/tmp") as folder:
@@ -51,11 +50,18 @@ def nodes() -> Iterator[str]:
 
 
 def examined(address: str, config: ClusterConfig = CONFIG, bounds: Bounds = BOUNDS) -> tuple[Found, list[Finding]]:
-    before = set(Path(run_root()).glob("doctor-*"))
     lines: list[str] = []
-    found = examine_ray(config, address, bounds, lines.append)
+    records: list[str] = []
+
+    def recorded(cluster: str) -> str:
+        records.append(new_run_dir(cluster))
+        return records[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "new_run_dir", recorded)
+        found = command.examine_ray(config, address, bounds, lines.append)
     assert not found.left
-    assert set(Path(run_root()).glob("doctor-*")) == before, "a probe's record was left behind"
+    assert [Path(one).exists() for one in records] == [False], "a probe's record was left behind"
     for host in found.hosts:
         assert host.facts is None or not Path(f"/proc/{host.facts.pid}").exists(), "a probe was left behind"
     return found, [one for one in judge(found) if one.severity is Severity.FAIL]

@@ -45,7 +45,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_nothing_outlives_a_killed_launcher() -> None:
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(prefix="bt", dir="/tmp", ignore_cleanup_errors=True) as folder:
         launcher = subprocess.Popen(

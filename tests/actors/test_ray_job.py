@@ -49,7 +49,7 @@ with Client() as client:
 @pytest.fixture(scope="module")
 def environment() -> Mapping[str, str]:
     """Of Ray and of everything on it: its `python` is ours."""
-    env.prepare_ray()
+    env.prepare_ray(joins=False)
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RaySystemError
 
+from baton.common import env
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
 from baton.common.ids import WorkerId
@@ -41,7 +43,7 @@ def test_a_ray_that_cannot_be_joined_is_named(
         raise error("nobody answers\nand many more lines")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(LaunchError, match=rf"at {listener}: nobody answers$"):
+    with pytest.raises(LaunchError, match=rf"at {listener}: nobody answers"):
         attach("baton", listener)
 
 
@@ -52,6 +54,15 @@ def test_where_no_ray_was_found_the_way_out_is_one_of_ours(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "init", find_none)
     with pytest.raises(LaunchError, match=r"^no Ray cluster was found .*--ray-address"):
         attach("baton", "auto")
+
+
+@pytest.mark.parametrize(("joins", "mode"), [(True, None), (False, "disabled")])
+def test_whether_a_ray_that_runs_wants_a_token_is_left_to_ray(
+    monkeypatch: pytest.MonkeyPatch, joins: bool, mode: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    env.prepare_ray(joins=joins)
+    assert os.environ.get("RAY_AUTH_MODE") == mode
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
