@@ -62,7 +62,7 @@ def test_up_serve_lose_a_host_leave_one_and_down(cluster: UpCluster) -> None:
         everybody = {"prefill-0", "decode-0", "decode-1"}
         wait_for_workers(client, everybody)
         assert batons(there["prefill-host"])
-        allowed = there["prefill-host"].run("grep Cpus_allowed_list /proc/$(pgrep -f ray::PrefillActor)/status")
+        allowed = there["prefill-host"].run("grep Cpus_allowed_list /proc/$(pgrep -f ^ray::PrefillActor)/status")
         assert allowed.stdout.split()[1:] == ["0"], allowed
         check(ask_all(client, [question(rng) for _ in range(20)], at_once=4))
         lanes = {use.lane for use in client.status().lanes}
