@@ -36,6 +36,7 @@ def leave(cluster: str, ray_address: str, within_s: float, say: Callable[[str], 
     deadline_s = clock.now() + within_s
     handle = find_cluster(cluster, ray_address)
     if handle is None:
+        say(f"nothing named {cluster} runs there")
         return True
     run_dir = handle.plan.run_dir
     here = dict(_processes_here(run_dir))

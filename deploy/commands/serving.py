@@ -120,10 +120,7 @@ def leave(
     """Off this node, before it goes: what runs here is finished, or goes on elsewhere."""
     from baton.deploy.leaving import leave as leave_node
 
-    def say(line: str) -> None:
-        err.print(line, markup=False)
-
-    if not leave_node(cluster, address, within_s, say):
+    if not leave_node(cluster, address, within_s, _note):
         raise typer.Exit(FAILED)
 
 

@@ -105,3 +105,10 @@ def test_who_is_still_there_when_time_is_up_is_told(cluster: FakeCluster) -> Non
 def test_there_is_nothing_to_leave(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "find_cluster", lambda *_: None)
     assert leaving.leave("c", "auto", 5.0, lambda line: None)
+
+
+def test_whoever_leaves_a_cluster_that_is_not_there_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "find_cluster", lambda *_: None)
+    said: list[str] = []
+    assert leaving.leave("batno", "auto", 1.0, said.append)
+    assert said == ["nothing named batno runs there"]
