@@ -94,25 +94,7 @@ class WorkerProcess(MemberProcess):
             layers=settings.layers,
         )
         predictor = self._profile(config.chunk_tokens, config.chunk_target_s)
-        self.core: EngineCore
-        if role == "prefill":
-            groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
-            self.core = PrefillCore(
-                self.pool, settings.prefill_config, self.runner.vocab_size, groups, feed=feed, predictor=predictor
-            )
-        else:
-            self.core = DecodeCore(
-                stamp,
-                self.pool,
-                settings.decode_config,
-                settings.transfer,
-                settings.max_context_len,
-                self.runner.vocab_size,
-                settings.tiers,
-                page_keys_of(settings),
-                feed=feed,
-                predictor=predictor,
-            )
+        self.core = self._make_core(stamp, role, feed, predictor)
         memory = self.runner.memory
         self.endpoint = Endpoint(
             stamp,
@@ -144,6 +126,24 @@ class WorkerProcess(MemberProcess):
         self._to_io_s = self._to_engine_s = 0.0
         self._view = ViewWatch(self.name)
         self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
+
+    def _make_core(self, stamp: Stamp, role: str, feed: KvFeed | None, predictor: ChunkPredictor | None) -> EngineCore:
+        settings, vocab_size = self._settings, self.runner.vocab_size
+        if role == "prefill":
+            groups = LayerGroups.of(self.runner.memory, settings.prefill_config.layer_groups)
+            return PrefillCore(self.pool, settings.prefill_config, vocab_size, groups, feed=feed, predictor=predictor)
+        return DecodeCore(
+            stamp,
+            self.pool,
+            settings.decode_config,
+            settings.transfer,
+            settings.max_context_len,
+            vocab_size,
+            settings.tiers,
+            page_keys_of(settings),
+            feed=feed,
+            predictor=predictor,
+        )
 
     def _profile(self, chunk_tokens: int, target_s: float) -> ChunkPredictor | None:
         """In worlds where one is wanted; in some of them it fails, and nothing else does."""
