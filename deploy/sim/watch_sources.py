@@ -2,7 +2,8 @@
 
 Owns a short account of each source, as `watch_sinks` does of sinks. Asserts that the machine answers in the same step.
 
-- O1  An engine hears of an offer once, however late it comes again; each offer of what goes on is answered.
+- O1  An engine hears of an offer once, however late it comes again, and of none that was cancelled before; each one of
+      what goes on is answered.
 - O2  Nothing waits that may go: what was shipped is sent as far as the most credit that was ever given.
 - O3  What is gathered is announced at once, and the end when all is; what was damaged is sent again.
 - O4  What ends a hand-off is followed by a fence at once, and the fence by the engine's end; but where a receiver
@@ -75,6 +76,14 @@ class _Source:
     cancelled: bool = False  # the receiver wants to hear the end
 
 
+@dataclass(frozen=True, slots=True)
+class _Unasked:
+    """Cancelled before it was offered: remembered at least until then, and while not so many more are."""
+
+    until_s: float
+    number: int
+
+
 class SourceWatch:
     """All sources of one process."""
 
@@ -85,6 +94,8 @@ class SourceWatch:
         self._live: dict[HandoffKey, _Source] = {}
         self._over: dict[HandoffKey, None] = {}  # the last ones
         self._begun_ever: set[HandoffKey] = set()  # for each there was one ticket, good once
+        self._unasked: dict[HandoffKey, _Unasked] = {}
+        self._unasked_ever = 0
 
     def command(self, command: SourceCommand, effects: Effects, now: float) -> None:
         key, source = command.key, self._live.get(command.key)
@@ -115,6 +126,12 @@ class SourceWatch:
         if isinstance(body, Cancel):
             assert sent(effects, Cancelled, key), f"{self._name} does not answer {body}"
             self._remember(key)
+            self._unasked_ever += 1
+            if key not in self._begun_ever:
+                until_s = now + self._config.tombstone_ttl_s
+                self._unasked.setdefault(key, _Unasked(until_s, self._unasked_ever))
+                if len(self._unasked) > MOST_OVER:
+                    del self._unasked[next(iter(self._unasked))]
         elif isinstance(body, Offer):
             received = [one.event for one in effects if isinstance(one, EngineEvent)]
             if not received:
@@ -122,6 +139,7 @@ class SourceWatch:
                 assert answered or key in self._over, f"{self._name} has no answer to an offer of {key}"
                 if sent(effects, Refuse, key):
                     self._remember(key)
+                    self._unasked_ever += 1
                 return
             self._begun(body, peer, effects, now)
 
@@ -129,6 +147,11 @@ class SourceWatch:
         key = offer.key
         assert key not in self._begun_ever, f"{self._name} begins {key} again, which is over"
         self._begun_ever.add(key)
+        unasked = self._unasked.pop(key, None)
+        if unasked is not None:
+            since = self._unasked_ever - unasked.number
+            forgotten = now >= unasked.until_s or since >= self._config.max_tombstones
+            assert forgotten, f"{self._name} begins {key}, which was cancelled before it was offered"
         assert sent(effects, Accept, key), f"{self._name} does not accept {key}"
         [received] = [one.event for one in effects if isinstance(one, EngineEvent)]
         assert isinstance(received, OfferReceived), received
