@@ -120,7 +120,7 @@ def test_no_key_gets_ahead_of_another_that_waits(steps: list[tuple[int, int, int
         cost[name] = tenants[which], tokens, answer
         queue.join(named(name), tenants[which], 0, tokens)
 
-    for which in range(3):
+    for which in (0, 1, 2) * 2:  # two of each: one still waits when the other has its turn
         join(which, 1, 0)
     for _, tokens, answer in steps:
         name, _ = queue.pop()
