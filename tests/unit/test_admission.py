@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_gateway_core import A, B, Driver, P, stamp, view
 
@@ -106,10 +106,11 @@ def test_the_last_of_the_longest_gives_way() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=120),
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=120),
     st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
 )
-def test_no_key_gets_ahead_of_another_that_waits(steps: list[tuple[int, int, int]], weights: tuple[int, ...]) -> None:
+@example([(1, 20), (1, 0), (1, 0)] * 40, (1, 1, 1))  # where answers do not count, one key alone has them
+def test_no_key_gets_ahead_of_another_that_waits(steps: list[tuple[int, int]], weights: tuple[int, ...]) -> None:
     """All wait all the time: at each turn, what each has had for its weight differs by two prompts and answers."""
     tenants = [Tenant(name=f"k{number}", weight=weight) for number, weight in enumerate(weights)]
     queue, served, prompts = FairQueue(), Counter[str](), iter(range(10_000))
@@ -122,7 +123,7 @@ def test_no_key_gets_ahead_of_another_that_waits(steps: list[tuple[int, int, int
 
     for which in (0, 1, 2) * 2:  # two of each: one still waits when the other has its turn
         join(which, 1, 0)
-    for _, tokens, answer in steps:
+    for tokens, answer in steps:
         name, _ = queue.pop()
         tenant, prompt, said = cost[name]
         queue.said(tenant, said)
