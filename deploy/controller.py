@@ -10,6 +10,7 @@ others, tells them its new address, and continues with a higher membership versi
 from __future__ import annotations
 
 import functools
+import math
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from baton.common.clock import MonotonicClock
 from baton.common.engine.loop import FATAL_EXIT_CODE
@@ -41,6 +43,7 @@ from baton.deploy.controller_seats import (
     SeatSpec,
     StartWorker,
 )
+from baton.deploy.ray_join import first_line
 from baton.transfer.actor import HEALTH, WATCH, at_this_node, in_group
 from baton.transfer.keys import ControllerDoor, KeyPair
 from baton.transfer.mesh import Mesh
@@ -168,7 +171,7 @@ class ControllerLoop:
                 if self._autoscale is not None:
                     self._scale(self._autoscale, now)
                 if now >= self._look_at_nodes_s:
-                    self._look_at_nodes_s = now + NODES_LOOK_S
+                    self._look_at_nodes_s = math.inf  # until this look is over
                     self._in_pool(self._leave_nodes_that_go)
                 self._publish_status()
         except BaseException:  # noqa: BLE001 - the thread's top frame
@@ -328,9 +331,18 @@ class ControllerLoop:
         self._watch(handle, worker, incarnation)
 
     def _leave_nodes_that_go(self) -> None:
-        """Who can be asked to leave is; the only one of his role is asked again, when there is another one."""
-        for worker, _ in ray_side.on_nodes_that_go(self._config.cluster):
-            self._post(functools.partial(self._leave_node, worker))
+        """Who can be asked to leave is; the only one of his role is asked again, when there is another one. While Ray's
+        head is away nothing is heard of nodes, and nothing else is the worse for it."""
+        try:
+            for worker, _ in ray_side.on_nodes_that_go(self._config.cluster):
+                self._post(functools.partial(self._leave_node, worker))
+        except RayError as error:
+            _log.warning("nodes_unknown", error=first_line(error))
+        self._post(self._look_again)
+
+    def _look_again(self, now: float) -> list[Effect]:
+        self._look_at_nodes_s = now + NODES_LOOK_S
+        return []
 
     def _leave_node(self, worker: WorkerId, now: float) -> list[Effect]:
         role = next((seat.role for seat in self._live_core.status() if seat.worker == worker), "")

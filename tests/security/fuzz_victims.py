@@ -196,6 +196,9 @@ class RaylessController(ControllerLoop):
             self.guests.put((spec.worker, guest))
             assert incarnation == 1, f"{spec.worker} has died"
 
+    def _leave_nodes_that_go(self) -> None:
+        """There are none."""
+
     def _drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
         """Who said that it leaves never does."""
 
