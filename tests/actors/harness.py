@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,14 +160,22 @@ def pid_of(cluster: ClusterHandle, worker: WorkerId) -> int | None:
 
 def kill(cluster: ClusterHandle, worker: WorkerId, number: int = signal.SIGKILL) -> bool:
     """False: nobody there to kill."""
-    pid = recorded_pid(cluster.plan.run_dir, CONTROLLER) if worker == CONTROLLER else pid_of(cluster, worker)
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+    return bool(kill_together(cluster, (worker,), number))
+
+
+def kill_together(cluster: ClusterHandle, workers: Sequence[WorkerId], number: int = signal.SIGKILL) -> list[WorkerId]:
+    """Who was there to be killed. All are looked for first, while there is a controller to be asked."""
+    pids = {
+        worker: recorded_pid(cluster.plan.run_dir, CONTROLLER) if worker == CONTROLLER else pid_of(cluster, worker)
+        for worker in workers
+    }
+    killed = []
+    for worker, pid in pids.items():
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                killed.append(worker)
+    return killed
 
 
 def wait_settled(cluster: ClusterHandle) -> None:

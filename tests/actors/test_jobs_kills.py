@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import MAX_LEN, Question, kill, kill_config, question, wait_clean, wait_settled
+from harness import MAX_LEN, Question, kill_config, kill_together, question, wait_clean, wait_settled
 from paced import PACED
 
 from baton.common.config import JobsConfig
@@ -68,7 +68,7 @@ def test_each_line_is_answered_once_whoever_is_killed(
             done = status.request_counts.completed
             if len(killed) < len(ROUNDS) and done >= (len(killed) + 1) * LINES // (len(ROUNDS) + 2):
                 wait_settled(cluster)
-                killed.append([victim for victim in ROUNDS[len(killed)] if kill(cluster, victim)])
+                killed.append(kill_together(cluster, ROUNDS[len(killed)]))
 
         for status in job.progress(poll_s=0.2):
             kill_on_the_way(status)
