@@ -35,7 +35,7 @@ def scale(handle: ClusterHandle, wanted: Mapping[str, int]) -> ClusterPlan:
             raise ConfigError("role", role, f"is none of {', '.join(sorted(COMPUTE_ROLES))}")
         if count < 1:
             raise ConfigError(role, count, "the last worker of a role stays", "1, or more")
-    kept = [seat for seat in plan.seats if not seat.spec.extra]
+    kept = list(plan.lasting)
     for role, count in wanted.items():
         there = [seat for seat in kept if _role_of(seat, seats) == role]
         leaving = sorted(there, key=lambda seat: _is_live(seat.spec.worker, seats), reverse=True)[count:]
@@ -69,7 +69,7 @@ def upgrade(
             raise ConfigError(name, wanted, reason, "baton deploy --replace, or a cluster of another name")
     validate(config)
     revision = plan.revision + 1
-    kept = [seat for seat in plan.seats if not seat.spec.extra]
+    kept = plan.lasting
     anew = [dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, revision=revision)) for seat in kept]
     later = dataclasses.replace(
         plan,

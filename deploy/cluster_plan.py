@@ -73,6 +73,11 @@ class ClusterPlan(ByName):
     revision: int = 1  # of `config` and `class_paths`
     before: Mapping[int, Settings] = field(default_factory=dict)  # those of earlier revisions
 
+    @property
+    def lasting(self) -> tuple[PlannedSeat, ...]:
+        """Those that are still there when an upgrade is over."""
+        return tuple(seat for seat in self.seats if not seat.spec.extra)
+
     def settings(self, revision: int) -> Settings:
         """What processes of this revision are started with."""
         return self.before.get(revision, Settings(self.config, self.class_paths))

@@ -203,8 +203,7 @@ def wait_clean(cluster: ClusterHandle) -> dict[WorkerId, dict[str, int]]:
     clock = MonotonicClock()
     deadline_s = clock.now() + WAIT_S
     wait_settled(cluster)
-    specs = [seat.spec for seat in cluster.plan.seats]  # the extra ones of an upgrade have left
-    workers = [spec.worker for spec in specs if spec.role != "gateway" and not spec.extra]
+    workers = [seat.spec.worker for seat in cluster.plan.lasting if seat.spec.role != "gateway"]
     while True:
         books: dict[WorkerId, dict[str, int]] = {}
         for worker in workers:

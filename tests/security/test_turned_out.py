@@ -3,12 +3,11 @@ nothing is left of it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from io_rig import WAIT_S, StandInController, Worker, io_config, open_sink
+from io_rig import StandInController, Worker, io_config, open_sink, wait_until
 from msgspec import structs
 
 from baton.common.ids import HandoffId, HandoffKey, RequestId, WorkerId
@@ -28,13 +27,6 @@ def controller() -> Iterator[StandInController]:
     running = StandInController(True)
     yield running
     running.close()
-
-
-def wait_until(good: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not good():
-        assert time.monotonic() < until_s, "not in time"
-        time.sleep(0.01)
 
 
 def pair(lane: str, controller: StandInController) -> tuple[Worker, Worker]:

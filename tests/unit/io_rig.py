@@ -36,6 +36,14 @@ HYBRID_KV = KvSpec(KvLayout(PAGE_SIZE, window=41, state=True), ((NUM_PAGES, PAGE
 CONTROLLER = Stamp(WorkerId("controller"), 1, Epoch(1))
 
 
+def wait_until(true: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    """Snapshots are published once per heartbeat; nothing wakes us when they change."""
+    deadline = time.monotonic() + wait_s
+    while not true():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.01)
+
+
 def io_config(*lanes: str, dead_after_s: float = 3.0) -> ClusterConfig:
     return ClusterConfig(
         kv=KvConfig(page_size=PAGE_SIZE),

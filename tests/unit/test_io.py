@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,6 +21,7 @@ from io_rig import (
     expected_pages,
     io_config,
     open_sink,
+    wait_until,
 )
 
 from baton.common.config import ClusterConfig
@@ -440,12 +440,3 @@ def slots_free(worker: Worker) -> bool:
     data = worker.io.snapshot().data
     assert data is not None
     return data.receive_slots == (16, 0, 0)
-
-
-def wait_until(true: object, wait_s: float = WAIT_S) -> None:
-    """Snapshots are published once per heartbeat; nothing wakes us when they change."""
-    assert callable(true)
-    deadline = time.monotonic() + wait_s
-    while not true():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.01)
