@@ -6,10 +6,12 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import ray
 
@@ -156,6 +158,24 @@ def pid_of(cluster: ClusterHandle, worker: WorkerId) -> int | None:
         if member.stamp.worker == worker:
             return recorded_pid(cluster.plan.run_dir, actor_name(worker, member.stamp.incarnation))
     return None
+
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(slots=True)
+class Load(Generic[AnswerT]):
+    """Clients that never stop asking, until told."""
+
+    ask: Callable[[Question], AnswerT]
+    seed: int
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: list[AnswerT] = field(default_factory=list)
+
+    def run(self, number: int) -> None:
+        rng = random.Random(f"{self.seed}/{number}")
+        while not self.stop.is_set():
+            self.done.append(self.ask(question(rng)))
 
 
 def kill(cluster: ClusterHandle, worker: WorkerId, number: int = signal.SIGKILL) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
-from harness import LATE_S, REQUEST_TIMEOUT_S, Outcome, ask, kill, kill_config, question, wait_clean
+from harness import LATE_S, REQUEST_TIMEOUT_S, Load, ask, kill, kill_config, wait_clean
 from paced import PACED
 
 from baton.common.ids import CONTROLLER, WorkerId
@@ -25,21 +24,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 KILLS = 34  # per lane; 102 over the three
 CLIENTS = 10
 WORKERS = (WorkerId("prefill-0"), WorkerId("prefill-1"), WorkerId("decode-0"), WorkerId("decode-1"))
-
-
-@dataclass(slots=True)
-class Soak:
-    """Clients that never stop asking, until told."""
-
-    client: Client
-    seed: int
-    stop: threading.Event = field(default_factory=threading.Event)
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    def run(self, number: int) -> None:
-        rng = random.Random(f"{self.seed}/{number}")
-        while not self.stop.is_set():
-            self.outcomes.append(ask(self.client, question(rng)))
 
 
 @pytest.fixture(params=["local", "tcp", "zmq", "ucx"])
@@ -60,7 +44,7 @@ def test_random_kills_under_load(cluster: ClusterHandle, lane: str, capsys: pyte
     killed: Counter[str] = Counter()
     started = time.monotonic()
     with Client(cluster.gateway_url) as client, ThreadPoolExecutor(CLIENTS) as pool:
-        soak = Soak(client, seed)
+        soak = Load(partial(ask, client), seed)
         loops = [pool.submit(soak.run, number) for number in range(CLIENTS)]
         try:
             while sum(killed.values()) < KILLS:
@@ -75,7 +59,7 @@ def test_random_kills_under_load(cluster: ClusterHandle, lane: str, capsys: pyte
         for loop in loops:
             loop.result()
     books = wait_clean(cluster)
-    outcomes = soak.outcomes
+    outcomes = soak.done
     right = [outcome for outcome in outcomes if outcome.right]
     no_worker = [outcome for outcome in outcomes if outcome.no_worker]
     wrong = [outcome for outcome in outcomes if not outcome.right and not outcome.no_worker]

@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
-from harness import LATE_S, REQUEST_TIMEOUT_S, WAIT_S, kill, kill_config, question, wait_clean
+from harness import LATE_S, REQUEST_TIMEOUT_S, WAIT_S, Load, kill, kill_config, wait_clean
 from paced import PACED
-from recoveries import Streamed, Successions, row, stream
+from recoveries import Successions, row, stream
 
 from baton.common.ids import CONTROLLER
 from baton.deploy.changing import scale, upgrade, watch
@@ -37,21 +37,6 @@ CLIENTS = 16
 LONG_S = 0.5
 """Between two pieces of an answer: something has happened."""
 CHANGE_S = 420.0
-
-
-@dataclass(slots=True)
-class Load:
-    """Clients that never stop asking, until told."""
-
-    client: Client
-    seed: int
-    stop: threading.Event = field(default_factory=threading.Event)
-    done: list[Streamed] = field(default_factory=list)
-
-    def run(self, number: int) -> None:
-        rng = random.Random(f"{self.seed}/{number}")
-        while not self.stop.is_set():
-            self.done.append(stream(self.client, question(rng), LONG_S))
 
 
 @dataclass(slots=True)
@@ -123,7 +108,7 @@ def test_an_hour_with_an_upgrade_and_a_hundred_kills(
     successions = Successions(cluster)
     killer = Killer(cluster, successions, random.Random("upgrade"))
     with Client(cluster.gateway_url, retries=20) as client, ThreadPoolExecutor(CLIENTS + 2) as pool:
-        load = Load(client, 20261130)
+        load = Load(lambda asked: stream(client, asked, LONG_S), 20261130)
         loops = [pool.submit(load.run, number) for number in range(CLIENTS)]
         watching = pool.submit(successions.run)
         killing = pool.submit(killer.run)
