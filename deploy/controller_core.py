@@ -180,6 +180,8 @@ class ControllerCore:
             return Refused(f"{worker} is {_name_of(seat.state)}: only a live worker can be asked to leave")
         if not self.book.has_peer(seat, but_extra=True):
             return Refused(f"{worker} is the only live {seat.spec.role} worker")
+        if role != seat.spec.role and self.book.changing:
+            return Refused("the cluster is changing: roles change before that or afterwards")
         why = f"drains, to become {role}" if role != seat.spec.role else "drains, to be replaced"
         seat.spec = replace(seat.spec, role=role)
         return self._ask_to_leave(seat, seat.state, why, now)

@@ -26,9 +26,8 @@ class Turn:
 def next_to_replace(seats: Sequence[Turn]) -> WorkerId | None:
     """None: nobody, or not before all are there. Two revisions may be two groups, and each needs both roles: so the
     role of which the smaller share is done comes next, decode first, which can do without the other. For the same
-    reason a prefill worker that is alone is replaced in the end; a decode worker that is waits for an extra one.
-    Gateways are last: they know both groups."""
-    outdated = [seat for seat in seats if seat.outdated and not (seat.alone and seat.role == "decode")]
+    reason who is alone is replaced in the end. Gateways are last: they know both groups."""
+    outdated = [seat for seat in seats if seat.outdated]
     if not outdated or not all(seat.there for seat in seats):
         return None
 

@@ -15,7 +15,7 @@ from baton.common.kv.layout import KvLayout
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Member, Reject
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.controller_core import MOST_TRIES, ControllerCore
-from baton.deploy.controller_seats import DrainWorker, Effect, KillWorker, Reply, SeatSpec, StartWorker
+from baton.deploy.controller_seats import DrainWorker, Effect, KillWorker, Refused, Reply, SeatSpec, StartWorker
 from baton.deploy.routing.router import Router
 from baton.deploy.turns import Turn, next_to_replace
 from baton.transfer.endpoint import Endpoint
@@ -145,6 +145,15 @@ def test_a_process_that_differs_from_its_own_revision_is_refused_by_field() -> N
     assert reject.differences == {"page_size": "32 != 16"}
 
 
+def test_roles_do_not_change_while_the_cluster_does() -> None:
+    cluster = Cluster()
+    more = [*SPECS, SeatSpec(WorkerId("decode-3"), "decode")]
+    upgraded = [replace(spec, revision=2) for spec in more]
+    cluster.do(cluster.core.change(upgraded, LIVENESS, cluster.now))
+    refused = cluster.core.replace_worker(WorkerId("decode-1"), "prefill", cluster.now)
+    assert refused == Refused("the cluster is changing: roles change before that or afterwards")
+
+
 def turn(worker: str, *, there: bool = True, outdated: bool = True, alone: bool = False) -> Turn:
     return Turn(WorkerId(worker), worker.split("-")[0], there, outdated, alone)
 
@@ -156,7 +165,9 @@ def turn(worker: str, *, there: bool = True, outdated: bool = True, alone: bool 
         ([turn("prefill-0"), turn("decode-0", outdated=False), turn("gateway-0")], "prefill-0"),
         ([turn("decode-0", outdated=False), turn("gateway-0", alone=True)], "gateway-0"),
         ([turn("prefill-0"), turn("decode-0", there=False, outdated=False)], None),
-        ([turn("prefill-0", outdated=False), turn("decode-0", alone=True)], None),
+        ([turn("prefill-0"), turn("decode-0", alone=True)], "prefill-0"),
+        ([turn("prefill-0", outdated=False), turn("decode-0", alone=True), turn("gateway-0")], "decode-0"),
+        ([turn("decode-0", alone=True), turn("decode-1", there=False, outdated=False)], None),
         ([turn("prefill-0", alone=True), turn("decode-0"), turn("decode-1", outdated=False)], "decode-0"),
     ],
 )
