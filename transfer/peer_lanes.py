@@ -73,7 +73,7 @@ class PeerLanes:
     def shut_out(self, peer: Stamp) -> None:
         """It is no member any more: what it still asks for over an open connection is not answered either."""
         for transport in self.transports.values():
-            transport.close_link(peer)
+            transport.shut_out(peer)
 
     def take_to_measure(self) -> list[tuple[Stamp, str]]:
         """Lanes that came up or failed since the last call, where their speed matters."""

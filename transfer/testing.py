@@ -39,6 +39,8 @@ from baton.transfer.transports.base import UnitIds
 from baton.transfer.transports.inproc import InprocHub
 
 SourceT = TypeVar("SourceT", bound=SourceEnd)
+REOPENED_S = 5.0
+"""A link that died silently is noticed by UCX after 20 s."""
 
 
 @contextmanager
@@ -276,6 +278,48 @@ class TransportContract:
             late[0].fence()
             assert late[1].prepared_now()
 
+    def test_a_link_that_is_opened_again_leaves_the_other_direction_alone(self) -> None:
+        """Both receive from each other, where KV is returned. What becomes of one direction is nothing to the other."""
+        with closing_both(self.make_pair()) as (sink, source):
+            source.set_peers([sink.member])
+            self._until_both_up(sink, source)
+            for ours, theirs in ((sink, source), (source, sink), (sink, source), (sink, source)):
+                waiting = self._hand_off(theirs, ours, np.random.default_rng(15), 8)
+                waiting.prepare()
+                waiting.move(0, slice(0, 4))
+                waiting.send(1, slice(4, 8))
+                ready = waiting.ready(1)
+                ours.set_peers([])
+                ours.set_peers([theirs.member])
+                self._until_both_up(sink, source)
+                waiting.land(waiting.chunk(1, slice(4, 8), ready.nbytes, ready.digest))
+                assert pump([sink, source], lambda: waiting.landed() == {0, 1}, REOPENED_S), "it died with the other"  # noqa: B023
+                waiting.close()
+                again = self._hand_off(ours, theirs, np.random.default_rng(16), 4)
+                again.prepare()
+                again.move(0, slice(0, 4))
+                assert pump([sink, source], lambda: again.landed() == {0}, REOPENED_S), "opened again in vain"  # noqa: B023
+                again.close()
+            self._check_all_slots_return(sink, source)
+
+    def test_two_processes_open_their_links_again_in_turns(self) -> None:
+        if not self.remote:
+            return
+        with closing_both(self.make_remote_pair()) as (sink, source):
+            ids = np.arange(1, 5, dtype=np.int32)
+            source.set_peers([sink.member])
+            for opened in (None, source, sink, source, source, sink):
+                if opened is not None:
+                    opened.set_peers([])
+                    opened.set_peers([(sink if opened is source else source).member])
+                for to, by in ((sink, source), (source, sink)):
+                    hand_off = HandOff(to, by, ids, ids)
+                    hand_off.prepare()
+                    hand_off.move(0, slice(0, 4))
+                    assert pump([sink, source], lambda: hand_off.landed() == {0}, REOPENED_S)  # noqa: B023
+                    hand_off.close()
+            assert pump([sink], lambda: self._all_free(sink)), "a slot is stuck"
+
     def test_a_killed_source_ends_everything_at_the_sink(self) -> None:
         if not self.remote:
             return
@@ -372,14 +416,19 @@ class TransportContract:
         assert pump([sink, source], prepared), "the lane did not come back"
         return attempts[-1]
 
+    def _until_both_up(self, sink: End, source: End) -> None:
+        assert pump([sink, source], lambda: sink.is_up(source) and source.is_up(sink)), "the lanes did not come up"
+
     def _check_pages(self, hand_off: HandOff) -> None:
         assert isinstance(hand_off.source, End)
+        assert isinstance(hand_off.sink, End)
         sent = hand_off.source.pool[hand_off.source_pages]
         assert np.array_equal(hand_off.sink.pool[hand_off.sink_pages], sent)
 
     def _check_content(self, hand_off: HandOff) -> None:
         """The pages, and that nothing else was touched."""
         self._check_pages(hand_off)
+        assert isinstance(hand_off.sink, End)
         others = np.setdiff1d(np.arange(len(hand_off.sink.pool)), hand_off.sink_pages)
         assert not hand_off.sink.pool[others].any(), "a page outside of the hand-off was written"
 

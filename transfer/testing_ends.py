@@ -26,6 +26,7 @@ from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.allow_list import PairSecrets
 from baton.transfer.data_plane import DataPlane
 from baton.transfer.keys import KeyPair
+from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import Mesh
 from baton.transfer.plan import Span
 from baton.transfer.pool_copier import PoolCopier
@@ -187,6 +188,11 @@ class End:
     def set_peers(self, peers: Iterable[Member]) -> None:
         self.data.set_peers(list(peers), time.monotonic())
 
+    def is_up(self, peer: SourceEnd) -> bool:
+        """Its own lane to the peer."""
+        lanes = self.data.snapshot(time.monotonic()).lanes.get(peer.stamp.worker, [])
+        return any(view.lane == self.spec.lane and view.status is LaneStatus.UP for view in lanes)
+
     def step(self, wait_s: float = 0.002) -> None:
         """One turn, as an I/O thread would take it."""
         limit_s = self.data.wait_s(time.monotonic())
@@ -219,6 +225,8 @@ class SourceEnd(Protocol):
 
     def execute(self, effect: DataEffect) -> None: ...
 
+    def set_peers(self, peers: Iterable[Member]) -> None: ...
+
     def step(self, wait_s: float = 0.002) -> None: ...
 
     def close(self) -> None: ...
@@ -236,7 +244,10 @@ def _serve_end(connection: Connection, spec: EndSpec) -> None:
                 end.close()
                 connection.send(None)
                 return
-            end.execute(command)
+            if isinstance(command, list):
+                end.set_peers(command)
+            else:
+                end.execute(command)
         end.step(0.05)
         if end.events:
             connection.send(end.events)
@@ -252,12 +263,16 @@ class RemoteEnd:
         self._process = context.Process(target=_serve_end, args=(theirs, spec), daemon=True)
         self._process.start()
         theirs.close()
+        self.spec = spec
         self.events: list[DataEvent] = []
         self.member: Member = self._connection.recv()
         self.stamp = self.member.stamp
 
     def execute(self, effect: DataEffect) -> None:
         self._connection.send(effect)
+
+    def set_peers(self, peers: Iterable[Member]) -> None:
+        self._connection.send(list(peers))
 
     def step(self, wait_s: float = 0.002) -> None:
         while self._connection.poll(wait_s):
@@ -312,7 +327,7 @@ class HandOff:
 
     def __init__(
         self,
-        sink: End,
+        sink: End | RemoteEnd,
         source: SourceEnd,
         source_pages: UnitIds,
         sink_pages: UnitIds,

@@ -448,9 +448,9 @@ def test_forgetting_a_peer_ends_everything_with_it(sink: Side, source: Side) -> 
     connect(sink, source)
     sink.lane.receive(1, SOURCE, 11, rows(SMALL))
     source.lane.send(2, SINK, 12, rows(SMALL))
-    source.lane.close_link(SINK)
+    source.lane.shut_out(SINK)
     assert until(lambda: isinstance(sink.events[-1], LinkDown) and bool(source.events), sink, source)
-    assert source.events == [Ended(2, "link closed", peer_lost=False)]
+    assert source.events == [Ended(2, "shut out", peer_lost=False)]
     assert [(event.op, event.peer_lost) for event in sink.events if isinstance(event, Ended)] == [(1, True)]
     source.lane.cancel(2)  # has ended
     sink.lane.cancel(1)

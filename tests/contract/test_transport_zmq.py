@@ -69,29 +69,6 @@ def test_a_link_to_an_earlier_process_at_the_address_does_not_come_up() -> None:
         sink.close()
 
 
-def test_a_source_that_opens_its_own_link_again_goes_on_answering() -> None:
-    """Both receive from each other, where KV is returned. What becomes of one direction is nothing to the other."""
-    keys, config = EndKeys.generate(), small_config("zmq")
-    source, sink = End(EndSpec("source", 8, "zmq", keys, config, fill=1)), End(EndSpec("sink", 7, "zmq", keys, config))
-    ends = [source, sink]
-    try:
-        source.set_peers([sink.member])
-        sink.set_peers([source.member])
-        up = LaneStatus.UP
-        assert pump(ends, lambda: lane_status(sink, "source") is up and lane_status(source, "sink") is up)
-        source.set_peers([])
-        source.set_peers([sink.member])
-        assert pump(ends, lambda: lane_status(source, "sink") is up)
-        ids = np.arange(1, 5, dtype=np.int32)
-        hand_off = HandOff(sink, source, ids, ids)
-        hand_off.prepare()
-        hand_off.move(0, slice(0, 4))
-        assert pump(ends, lambda: hand_off.landed() == {0})
-    finally:
-        source.close()
-        sink.close()
-
-
 def test_messages_that_make_no_sense_are_dropped_and_the_lane_lives() -> None:
     keys, config = EndKeys.generate(), small_config("zmq")
     source, sink = End(EndSpec("source", 8, "zmq", keys, config, fill=1)), End(EndSpec("sink", 7, "zmq", keys, config))

@@ -52,9 +52,8 @@ class UcxCaller:
             words = await self._words_out.get()
             try:
                 if endpoint is None:
-                    address = ucx._ucxx.parse_address(self._worker)
-                    endpoint = await ucx._context.create_endpoint_from_worker_address(address)
-                await asyncio.wait_for(ucx._push(endpoint, words, self._tag), SAID_WITHIN_S)
+                    endpoint = await ucx._receiving.connect(self._meant, self._worker)
+                await asyncio.wait_for(ucx._receiving.send(endpoint, words, self._tag), SAID_WITHIN_S)
                 self.sent += 1
             except (ucx._ucxx.error, TimeoutError):  # shown the door, or forgotten there
                 endpoint = None
@@ -67,10 +66,11 @@ class UcxCaller:
         if roll < 0.4:
             nbytes = dice.choice((1, 40, DOOR_BYTES - 1, DOOR_BYTES, DOOR_BYTES + 1, 5000))
             return np.frombuffer(dice.randbytes(nbytes), dtype=np.uint8).copy()
-        own = self._lane._ucx.worker_address
+        own = self._lane._ucx._receiving.address
+        number = dice.choice((0, 1, self._lane._ucx._receiving.made(self._meant), 1 << 40))
         epoch = self._meant.epoch if dice.random() < 0.5 else dice.getrandbits(62)
         tag = dice.choice((0, 1, (1 << 64) - 1, dice.getrandbits(62)))
-        sealed = self._door.close(self._meant, Hello(self._stamp, epoch, own, tag, secrets.token_bytes(16)))
+        sealed = self._door.close(self._meant, Hello(self._stamp, epoch, own, number, tag, secrets.token_bytes(16)))
         if roll < 0.98:
             sealed[dice.randrange(len(sealed) if roll < 0.6 else 40)] ^= dice.randrange(1, 256)
         return sealed

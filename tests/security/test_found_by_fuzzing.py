@@ -125,7 +125,7 @@ def test_a_snapshot_that_never_ends_fills_no_memory() -> None:
 
 @pytest.mark.parametrize("tag", [-1, 1 << 64])
 def test_a_tag_that_ucx_does_not_have_is_no_message(tag: int) -> None:
-    hello = [["prefill-0", 1, 2], 3, b"", tag, b""]
+    hello = [["prefill-0", 1, 2], 3, b"", 0, tag, b""]
     welcome = [["prefill-0", 1, 2], b"", tag]
     for said, kind in ((hello, UcxHello), (welcome, UcxWelcome)):
         with pytest.raises((msgspec.ValidationError, OverflowError)):

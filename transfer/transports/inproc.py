@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +110,11 @@ class InprocTransport:
 
     def close_link(self, peer: Stamp) -> None:
         with self._hub.lock:
-            self._end_all("link closed", peer_lost=False, peer=peer)
+            self._end_all("link closed", peer_lost=False, peer=peer, tables=(self._hub.receives,))
+
+    def shut_out(self, peer: Stamp) -> None:
+        with self._hub.lock:
+            self._end_all("shut out", peer_lost=False, peer=peer)
 
     def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
         with self._hub.lock:
@@ -158,8 +163,15 @@ class InprocTransport:
         self._events.append(event)
         os.eventfd_write(self._wake_fd, 1)
 
-    def _end_all(self, reason: str, peer_lost: bool, peer: Stamp | None = None, op: int | None = None) -> None:
-        for table in (self._hub.sends, self._hub.receives):
+    def _end_all(
+        self,
+        reason: str,
+        peer_lost: bool,
+        peer: Stamp | None = None,
+        op: int | None = None,
+        tables: Iterable[dict[tuple[Stamp, int], _Waiting]] = (),
+    ) -> None:
+        for table in tables or (self._hub.sends, self._hub.receives):
             for key, waiting in list(table.items()):
                 if waiting.owner is self and peer in (None, waiting.peer) and op in (None, waiting.op):
                     del table[key]

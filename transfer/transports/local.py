@@ -85,6 +85,9 @@ class LocalTransport:
     def close_link(self, peer: Stamp) -> None:
         self._peers.pop(peer, None)
 
+    def shut_out(self, peer: Stamp) -> None:
+        self.close_link(peer)  # what it has mapped it can read for as long as this process lives
+
     def pull(self, peer: Stamp, source: Rows, target: Rows) -> PullFailed | None:
         known = self._peers.get(peer)
         if known is None:

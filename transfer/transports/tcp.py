@@ -72,7 +72,10 @@ class TcpTransport:
 
     def close_link(self, peer: Stamp) -> None:
         self._receiver.close_link(peer, "link closed")
-        self._source.close_link(peer)
+
+    def shut_out(self, peer: Stamp) -> None:
+        self.close_link(peer)
+        self._source.shut_out(peer)
 
     def receive(self, op: int, peer: Stamp, tag: int, rows: Rows) -> None:
         self._receiver.receive(op, peer, tag, rows)

@@ -140,11 +140,11 @@ class TcpSource:
         if offered is not None:
             self._end(offered, "cancelled", peer_lost=False)
 
-    def close_link(self, peer: Stamp) -> None:
+    def shut_out(self, peer: Stamp) -> None:
         for caller in [caller for caller in self._callers.values() if caller.peer == peer]:
-            self._close_caller(caller, "link closed", peer_lost=False)
+            self._close_caller(caller, "shut out", peer_lost=False)
         for offered in [offered for offered in self._ready.values() if offered.peer == peer]:
-            self._end(offered, "link closed", peer_lost=False)
+            self._end(offered, "shut out", peer_lost=False)
 
     def turn_away_late(self, now: float) -> None:
         """Those that prove nothing. To be called with every turn."""

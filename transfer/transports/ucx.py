@@ -91,6 +91,9 @@ class UcxTransport:
     def close_link(self, peer: Stamp) -> None:
         self._call(self._ucx.close_link, peer)
 
+    def shut_out(self, peer: Stamp) -> None:
+        self._call(self._ucx.shut_out, peer)
+
     def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
         self._call(self._ucx.receive, op, peer, tag, slot)
 

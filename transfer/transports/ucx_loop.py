@@ -1,4 +1,4 @@
-"""What of the `ucx` lane lives on its own thread: one UCX worker with its endpoints, in an asyncio loop.
+"""What of the `ucx` lane lives on its own thread: two UCX workers with their endpoints, in an asyncio loop.
 
 Owns: the links to sources, the receivers that have proven themselves, and every request that UCX holds. Never: a call
 from another thread (`ucx.py` brings them here), or a one-sided access to memory of a peer.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.common.ids import Stamp
 from baton.common.log import EventLog
@@ -33,6 +32,7 @@ from baton.transfer.transports.base import (
     TransportEvent,
 )
 from baton.transfer.transports.ucx_parts import DOOR_BYTES, Door, Endpoint, Hello, Ucxx, Welcome
+from baton.transfer.transports.ucx_worker import MOST_BEHIND, UcxWorker, abort
 
 CLOSE_TIMEOUT_S = 10.0
 """So long the end of the lane takes at most; half of it is for UCX to end its requests."""
@@ -40,7 +40,6 @@ CLOSE_TIMEOUT_S = 10.0
 _TAGS_PER_ASK = 8
 _DROP_BIT = 1 << 63
 _CANCEL_TIMEOUT_S = 2.0
-_ABORT_NS = 10**9
 _MAX_ASKED = 1 << 16
 _HELLO_AGAIN_S = 0.5
 """A source that does not know this process as a member yet says nothing."""
@@ -68,7 +67,6 @@ class _Caller:
     peer: Stamp
     endpoint: Endpoint
     ask_tag: int
-    nonce: bytes  # of its hello
     asked: dict[int, None] = field(default_factory=dict)
 
 
@@ -95,7 +93,8 @@ class UcxLoop:
         self._door = Door(secret_with)
         self._report = report
         self._crash = crash
-        self._context = ucxx.new_context()
+        self._receiving = UcxWorker(ucxx)
+        self._serving = UcxWorker(ucxx)
         self._loop = asyncio.get_running_loop()
         self._links: dict[Stamp, _Link] = {}
         self._callers: dict[Stamp, _Caller] = {}
@@ -104,7 +103,7 @@ class UcxLoop:
         self._closing = asyncio.Event()
         self.door = _new_tag()
         self.stray = 0  # knocks at the door that were not answered; read on another thread
-        self.worker_address = self._context.worker_address.tobytes()
+        self.worker_address = self._serving.address
         self._start(self._answer_door())
 
     async def run(self) -> None:
@@ -120,9 +119,8 @@ class UcxLoop:
         await self._leave_door()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S / 2)
-        self._context.worker.stop_request_notifier_thread()  # wakes it: it looks up once a second only
-        self._context.stop_notifier_thread()
-        self._context.worker.stop_progress_thread()  # it would wake a thousand times a second for ever
+        self._receiving.stop()
+        self._serving.stop()
 
     # ------------------------------------------------------------------------ what the lane is asked for
 
@@ -139,11 +137,14 @@ class UcxLoop:
         link = self._links.get(peer)
         if link is not None:
             self._break(link, "link closed", quietly=True)
+
+    def shut_out(self, peer: Stamp) -> None:
+        self.close_link(peer)
         caller = self._callers.get(peer)
         if caller is not None:
             self._forget_caller(caller)
         for key in [key for key in self._ready if key[0] == peer]:
-            self._report(Ended(self._ready.pop(key).op, "link closed", peer_lost=False))
+            self._report(Ended(self._ready.pop(key).op, "shut out", peer_lost=False))
 
     def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
         link = self._links.get(peer)
@@ -175,33 +176,21 @@ class UcxLoop:
 
     # ---------------------------------------------------------------------------------------- receiver
 
-    async def _post(self, endpoint: Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
-        """Receives into `buffer`; raises when the endpoint is, or gets, closed."""
-        if endpoint.closed:
-            raise self._ucxx.closed("closed")
-        await endpoint.recv(buffer, self._ucxx.tag(tag), force_tag=True)
-
-    async def _push(self, endpoint: Endpoint, buffer: npt.NDArray[np.generic], tag: int) -> None:
-        """Sends `buffer`; raises when the endpoint is, or gets, closed."""
-        if endpoint.closed:
-            raise self._ucxx.closed("closed")
-        await endpoint.send(buffer, self._ucxx.tag(tag), force_tag=True)
-
     async def _connect(self, link: _Link, worker: bytes, door: int) -> None:
         nonce, reply_tag = secrets.token_bytes(16), _new_tag()
         reply = np.zeros(DOOR_BYTES, dtype=np.uint8)
         try:
-            endpoint = await self._context.create_endpoint_from_worker_address(self._ucxx.parse_address(worker))
+            number = self._receiving.made(link.peer)
+            endpoint = await self._receiving.connect(link.peer, worker)
             if self._links.get(link.peer) is not link:  # given up meanwhile
-                endpoint.abort(period=_ABORT_NS)
+                abort(endpoint)
                 return
             link.endpoint = endpoint
-            hello = self._door.close(
-                link.peer, Hello(self._stamp, link.peer.epoch, self.worker_address, reply_tag, nonce)
-            )
-            posted = asyncio.ensure_future(self._post(endpoint, reply, reply_tag))
+            said = Hello(self._stamp, link.peer.epoch, self._receiving.address, number, reply_tag, nonce)
+            hello = self._door.close(link.peer, said)
+            posted = asyncio.ensure_future(self._receiving.receive(endpoint, reply, reply_tag))
             while not posted.done() and self._links.get(link.peer) is link:
-                await self._push(endpoint, hello, door)
+                await self._receiving.send(endpoint, hello, door)
                 await asyncio.wait({posted}, timeout=_HELLO_AGAIN_S)
             await posted
         except self._ucxx.error as error:
@@ -219,13 +208,13 @@ class UcxLoop:
         """A receive that nobody will send for ends when the peer does."""
         assert link.endpoint is not None
         try:
-            await self._post(link.endpoint, np.zeros(8, dtype=np.uint8), _new_tag())
+            await self._receiving.receive(link.endpoint, np.zeros(8, dtype=np.uint8), _new_tag())
         except self._ucxx.error as error:
             self._break(link, f"connection lost: {error}")
 
     async def _receive(self, link: _Link, op: int, tag: int, slot: Bytes) -> None:
         assert link.endpoint is not None
-        posted = asyncio.ensure_future(self._post(link.endpoint, slot, tag))
+        posted = asyncio.ensure_future(self._receiving.receive(link.endpoint, slot, tag))
         await asyncio.sleep(0)  # posted now; only then the source may send
         self._ask(link, tag)
         try:
@@ -253,7 +242,7 @@ class UcxLoop:
                 message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
                 entries, link.outbox = link.outbox[:_TAGS_PER_ASK], link.outbox[_TAGS_PER_ASK:]
                 message[: len(entries)] = entries
-                await self._push(link.endpoint, message.view(np.uint8), link.ask_tag)
+                await self._receiving.send(link.endpoint, message.view(np.uint8), link.ask_tag)
         except self._ucxx.error as error:
             self._break(link, f"cannot ask: {error}")
         finally:
@@ -269,7 +258,7 @@ class UcxLoop:
             return
         del self._links[link.peer]
         if link.endpoint is not None:
-            link.endpoint.abort(period=_ABORT_NS)
+            abort(link.endpoint)
         if not quietly:
             self._report(LinkDown(link.peer, reason))
 
@@ -281,7 +270,7 @@ class UcxLoop:
         while not self._closing.is_set():
             sealed[:] = 0  # a short message must not be read with the end of the one before
             try:
-                await self._context.recv(sealed, self._ucxx.tag(self.door))
+                await self._serving.hear(sealed, self.door)
             except self._ucxx.error as error:
                 self.stray += 1
                 _log.seldom("ucx_door", error=str(error))  # a message that was too long
@@ -289,37 +278,40 @@ class UcxLoop:
             if self._closing.is_set():
                 return
             hello = self._door.open(sealed, Hello)
-            if hello is not None and hello.meant_for == self._stamp.epoch:
-                old = self._callers.get(hello.stamp)
-                if old is None or old.nonce != hello.nonce:  # else it was said again before the welcome had come
-                    self._start(self._welcome(hello))
+            if hello is not None and hello.meant_for == self._stamp.epoch and self._ahead(hello) <= MOST_BEHIND:
+                self._start(self._welcome(hello))
             else:
                 self.stray += 1
                 _log.seldom("ucx_stranger")
 
     async def _leave_door(self) -> None:
         """UCX does not give back a receive of the worker itself: knock, so that it ends."""
-        address = self._ucxx.parse_address(self.worker_address)
         try:
-            endpoint = await self._context.create_endpoint_from_worker_address(address)
+            endpoint = await self._serving.to_itself()
         except self._ucxx.error as error:  # not even itself: the network that it was told to use is gone
             _log.warning("ucx_door", error=str(error))
             return
-        await self._push(endpoint, np.zeros(1, dtype=np.uint8), self.door)
-        endpoint.abort(period=_ABORT_NS)
+        await self._serving.send(endpoint, np.zeros(1, dtype=np.uint8), self.door)
+        abort(endpoint)
+
+    def _ahead(self, hello: Hello) -> int:
+        """So many endpoints it has made in vain; negative for one that has been welcomed."""
+        return hello.number - self._serving.made(hello.stamp)
 
     async def _welcome(self, hello: Hello) -> None:
+        if self._ahead(hello) < 0:
+            return  # it was said again before the welcome had come
         try:
-            address = self._ucxx.parse_address(hello.worker)
-            endpoint = await self._context.create_endpoint_from_worker_address(address)
             old = self._callers.get(hello.stamp)
             if old is not None:
+                _log.info("ucx_opened_again", peer=hello.stamp.worker, number=hello.number)
                 self._forget_caller(old)
-            caller = _Caller(hello.stamp, endpoint, _new_tag(), hello.nonce)
+            endpoint = await self._serving.pair(hello.stamp, hello.worker, hello.number)
+            caller = _Caller(hello.stamp, endpoint, _new_tag())
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))
             welcome = self._door.close(hello.stamp, Welcome(self._stamp, hello.nonce, caller.ask_tag))
-            await self._push(endpoint, welcome, hello.reply_tag)
+            await self._serving.send(endpoint, welcome, hello.reply_tag)
         except self._ucxx.error as error:
             _log.seldom("ucx_welcome", peer=hello.stamp.worker, error=str(error))
 
@@ -327,7 +319,7 @@ class UcxLoop:
         message = np.zeros(_TAGS_PER_ASK, dtype=np.uint64)
         try:
             while True:
-                await self._post(caller.endpoint, message.view(np.uint8), caller.ask_tag)
+                await self._serving.receive(caller.endpoint, message.view(np.uint8), caller.ask_tag)
                 for entry in message.tolist():
                     self._on_ask(caller, entry)
         except self._ucxx.error:
@@ -352,7 +344,7 @@ class UcxLoop:
     async def _send(self, caller: _Caller, op: int | None, tag: int, payload: Bytes) -> None:
         """`op` None: completes a receive that its owner does not want any more."""
         try:
-            await self._push(caller.endpoint, payload, tag)
+            await self._serving.send(caller.endpoint, payload, tag)
         except self._ucxx.error as error:
             if op is not None:
                 self._report(Ended(op, str(error), peer_lost=True))
@@ -363,7 +355,7 @@ class UcxLoop:
     def _forget_caller(self, caller: _Caller) -> None:
         if self._callers.get(caller.peer) is caller:
             del self._callers[caller.peer]
-            caller.endpoint.abort(period=_ABORT_NS)
+            abort(caller.endpoint)
 
     # -------------------------------------------------------------------------------------------- both
 

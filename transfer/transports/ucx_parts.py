@@ -34,6 +34,8 @@ class Endpoint(Protocol):
 
 
 class Worker(Protocol):
+    def start_progress_thread(self, polling_mode: bool, epoll_timeout: int) -> None: ...
+
     def stop_request_notifier_thread(self) -> None: ...
 
     def stop_progress_thread(self) -> None: ...
@@ -69,7 +71,9 @@ class Ucxx:
 
     def new_context(self) -> Context:
         """In a running loop, which UCX tells of every completion. Other progress modes burn a core when idle."""
-        return cast(Context, self._new_context({}, progress_mode="thread", enable_python_future=True))
+        context = cast(Context, self._new_context({}, progress_mode="thread", enable_python_future=True))
+        context.worker.start_progress_thread(polling_mode=False, epoll_timeout=1)  # has begun for the first of a loop
+        return context
 
 
 Tag = Annotated[int, msgspec.Meta(ge=0)]
@@ -82,6 +86,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     stamp: Stamp
     meant_for: int  # epoch
     worker: bytes
+    number: Tag  # of the endpoint over which it comes (`ucx_worker.py`)
     reply_tag: Tag
     nonce: bytes
 

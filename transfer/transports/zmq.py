@@ -117,15 +117,18 @@ class ZmqTransport:
         self._mesh.register(monitor)
 
     def close_link(self, peer: Stamp) -> None:
-        """That it has said HELLO is remembered: its connection stays, so it would not say so again. Who is no member is
-        not answered all the same."""
         link = self._links.get(peer)
         if link is not None:
             self._drop(link, "link closed", peer_lost=False)
+
+    def shut_out(self, peer: Stamp) -> None:
+        """That it has said HELLO is remembered: its connection stays, so it would not say so again. Who is no member is
+        not answered all the same."""
+        self.close_link(peer)
         for receiver, tag in [key for key in self._asks if key[0] == peer]:
             del self._asks[receiver, tag]
         for key in [key for key in self._ready if key[0] == peer]:
-            self._events.append(Ended(self._ready.pop(key).op, "link closed", peer_lost=False))
+            self._events.append(Ended(self._ready.pop(key).op, "shut out", peer_lost=False))
 
     def receive(self, op: int, peer: Stamp, tag: int, slot: Bytes) -> None:
         link = self._links.get(peer)
