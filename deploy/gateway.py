@@ -22,7 +22,7 @@ from baton.deploy.http_server import GatewayServer
 from baton.deploy.jobs.store_thread import open_store
 from baton.deploy.listener import open_listener
 from baton.deploy.ray_workers import STATUS_TIMEOUT_S, RayWorkers
-from baton.deploy.routing.policies import policy_of
+from baton.deploy.routing.own_policy import policy_of
 from baton.deploy.status import GatewayStatus
 from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group

@@ -82,6 +82,10 @@ class GatewayMetrics:
             "baton_index_behind_workers", "Workers whose news of their caches are missing here.",
             registry=self._registry,
         )  # fmt: skip
+        self._policy_failures = Gauge(
+            "baton_routing_policy_failures", "Choices, since the start, at which routing.policy failed.",
+            registry=self._registry,
+        )  # fmt: skip
         self._workers = Gauge(
             "baton_workers", "Workers in the membership, by role and whether they answer.", ["role", "state"],
             registry=self._registry,
@@ -124,6 +128,7 @@ class GatewayMetrics:
         seen: Sequence[WorkerView],
         of_workers: Mapping[str, WorkerMetrics],
         index: IndexCounts = NO_INDEX,
+        policy_failures: int = 0,
     ) -> bytes:
         """The exposition text. `waiting`: (requests, tokens of prompts) by key. `seen`: the members, by their
         heartbeats; `of_workers`: what they count themselves."""
@@ -132,6 +137,7 @@ class GatewayMetrics:
         self._indexed.set(index.pages)
         self._not_indexed.set(index.refused_pages)
         self._behind.set(index.behind)
+        self._policy_failures.set(policy_failures)
         for key, (requests, tokens) in waiting.items():
             self._waiting.labels(key).set(requests)
             self._waiting_tokens.labels(key).set(tokens)

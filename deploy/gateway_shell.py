@@ -454,8 +454,10 @@ class Gateway:
             refused=self._refused() | {"role": self._core.stale_outputs},
         )
         counted = {**self._of_workers, self._name: own}
-        index = self._core.router.index_counts()
-        return self.metrics.page(len(self._running), self._core.waiting(), self._seen(), counted, index)
+        router, waiting = self._core.router, self._core.waiting()
+        return self.metrics.page(
+            len(self._running), waiting, self._seen(), counted, router.index_counts(), router.policy_failures
+        )
 
     def _decode_workers(self) -> list[WorkerId]:
         return [worker for worker, member in self._members.items() if member.role == "decode"]

@@ -28,7 +28,8 @@ from baton.deploy.planner.cost import CostModel
 from baton.deploy.planner.outcome import Answer, Outcome, Slo
 from baton.deploy.planner.traces import Trace, TraceRequest
 from baton.deploy.planner.workers import DecodeWorker, Job, PrefillWorker
-from baton.deploy.routing.policies import U64, Choice, Role, mixed, policy_of
+from baton.deploy.routing.own_policy import policy_of
+from baton.deploy.routing.policies import U64, Choice, Role, mixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,18 @@
 A policy is given all that is known and returns the place of its worker in it, one whose `takes` is true; None when
 there is none. It knows no clock and draws nothing itself: `draw` is a number that is made of the request's name and of
 how often it has been placed, so that the same question has the same answer everywhere. A policy of your own is a
-function of the same kind, `routing.policy: package.module:function`. See docs/ROUTING.md.
+function of the same kind, `routing.policy: package.module:function` (`own_policy.py`). See docs/ROUTING.md.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.common.errors import ConfigError
 from baton.common.routing_config import PolicyName
 
 Role = Literal["prefill", "decode"]
@@ -166,17 +164,3 @@ POLICIES: Mapping[PolicyName, Policy] = {
     "power_of_two": power_of_two,
     "round_robin": round_robin,
 }
-
-
-def policy_of(name: str) -> Policy:
-    """By its name, or from a module of the user's. Raises ConfigError when there is none."""
-    if name in POLICIES:
-        return POLICIES[cast(PolicyName, name)]
-    module, _, function = name.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("routing.policy", name, str(error), "a function(choice) -> place, or None") from error
-    if not callable(found):
-        raise ConfigError("routing.policy", name, "is not a function", "a function(choice) -> place, or None")
-    return cast(Policy, found)

@@ -22,7 +22,8 @@ from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvSnapshot, Load
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.routing.index import NO_INDEX, IndexCounts, PrefixIndex
-from baton.deploy.routing.policies import I64, Bools, Policy, Role, policy_of
+from baton.deploy.routing.own_policy import OwnPolicy, policy_of
+from baton.deploy.routing.policies import I64, Bools, Policy, Role
 from baton.deploy.routing.seats import Seats
 
 I32 = npt.NDArray[np.int32]
@@ -188,6 +189,11 @@ class Router:
     def index_counts(self) -> IndexCounts:
         """For metrics; nothing where there is no index."""
         return self.index.counts() if self.index is not None else NO_INDEX
+
+    @property
+    def policy_failures(self) -> int:
+        """Choices that a policy of the user's own failed at."""
+        return self._policy.failures if isinstance(self._policy, OwnPolicy) else 0
 
     @property
     def idle(self) -> bool:

@@ -16,12 +16,13 @@ from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvEventsWanted, Load, Member
 from baton.common.routing_config import POLICY_NAMES, KvEventsConfig, RoutingConfig
 from baton.deploy.routing.index import IndexCounts
+from baton.deploy.routing.own_policy import policy_of
 from baton.deploy.routing.policies import (
     SLACK,
     Choice,
+    Policy,
     Role,
     least_loaded,
-    policy_of,
     power_of_two,
     prefix_aware,
     rendezvous,
@@ -194,6 +195,39 @@ def test_a_policy_of_ones_own() -> None:
     for name in ("no.such.module:policy", f"{__name__}:nothing", f"{__name__}:PAGE"):
         with pytest.raises(ConfigError, match=r"routing\.policy"):
             policy_of(name)
+
+
+def crashes(choice: Choice) -> int | None:
+    raise KeyError(choice.role)
+
+
+def last_of_all(choice: Choice) -> int | None:
+    return len(choice.takes) - 1
+
+
+def before_the_first(choice: Choice) -> int | None:
+    return -1
+
+
+def behind_the_last(choice: Choice) -> int | None:
+    return len(choice.takes)
+
+
+def half(choice: Choice) -> int | None:
+    return 0.5  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("own", [crashes, last_of_all, before_the_first, behind_the_last, half])
+def test_where_a_policy_of_ones_own_fails_the_default_chooses(own: Policy, caplog: pytest.LogCaptureFixture) -> None:
+    router = make_router(f"{__name__}:{own.__name__}")
+    cached(router, P[1], 64)
+    for count in (1, 2):
+        placed = router.place("prefill", PROMPT, 1, refused_by=[P[2]])
+        assert placed is not None
+        assert placed.stamp == P[1], "who has it cached"
+        assert router.policy_failures == count
+    assert caplog.messages == ["routing_policy_failed"], "said, and not with each request"
+    assert router.place("prefill", PROMPT, 1, refused_by=P) is None
 
 
 @pytest.mark.parametrize(
