@@ -57,6 +57,8 @@ class Baton:
         self._noise = torch.randn(NOISE_BYTES // 4).to(getattr(torch, spec["dtype"])).view(torch.uint8).numpy()
         self._core: DecodeCore | None = None
         self._overheads_s: list[float] = []
+        self._began_part_s: dict[str, float] = {}
+        self._case: Case | None = None
         self.about = f"chunks of {CHUNK_TOKENS} tokens, pages of {PAGE_SIZE}"
 
     def _counts(self, case: Case) -> dict[Component, int]:
@@ -84,7 +86,8 @@ class Baton:
                 ttl_s=1e6,
             )
             core.handle(FromPeer(GATEWAY, submit), 0.0)
-        self._core, self._overheads_s = core, []
+        self._core, self._case = core, case
+        self._overheads_s, self._began_part_s = [], self._runner.part_s()
         if case.kind == "prefill":
             return self._all_turns
         while core.load().running and not _all_decode(batch := core.next_batch(0.0), case.rows):
@@ -111,8 +114,12 @@ class Baton:
             pass
 
     @property
-    def extra(self) -> dict[str, float]:
-        return {"overhead_s": statistics.median(self._overheads_s)}
+    def extra(self) -> dict[str, Any]:
+        """`part_s`: of a decode step, the first one included, or of a whole prefill."""
+        assert self._case is not None
+        turns = len(self._overheads_s) if self._case.kind == "decode" else 1
+        parts = {name: (now - self._began_part_s[name]) / turns for name, now in self._runner.part_s().items()}
+        return {"overhead_s": statistics.median(self._overheads_s), "part_s": parts}
 
     def drop(self) -> None:
         """The pool's memory goes back to the system: other engines want it."""

@@ -19,7 +19,8 @@ their first tokens. Every engine is a process of its own on the same weights and
 and measured in turns while all others are stopped; a number is the median over rounds of the median step of a round.
 In brackets: the part of the roofline that is reached. The roofline of a decode step is all weights and all visible KV
 once over the bandwidth that a compiled loop reads with here (of a block as large as those bytes), or all products at
-the measured GEMM peak, whichever takes longer; of a prompt, its products at that peak.
+the measured GEMM peak, whichever takes longer; of a prompt, its products at that peak. The same for each
+part of a step, as if it were alone: what is far from its own limit holds the step.
 """
 
 
@@ -67,6 +68,7 @@ def setting_section(results: Results) -> list[str]:
         header = [unit, "roofline", *names, "Baton / best peer"]
         rows = [_row(results, case, roofs[case], names) for case in cases]
         lines += table(header, rows) if rows else []
+    lines += _parts(results, shape)
     lines += _overheads(results)
     reasons = sorted({f"{name}: {why}" for name, why in results.out.items()})
     reasons += sorted({f"{name}, {case.name}: {why}" for (case, name), why in results.refused.items()})
@@ -88,6 +90,24 @@ def _row(results: Results, case: Case, roof: Roof, names: Sequence[str]) -> list
 
 def _shown(case: Case, took_s: float) -> str:
     return f"{took_s * 1e3:.1f}" if case.kind == "decode" else f"{case.rows * case.tokens / took_s:,.0f}"
+
+
+def _parts(results: Results, shape: Shape) -> list[str]:
+    """What holds a step: of each part its milliseconds, and which part of its own limit that is."""
+    limits = results.machine()
+    rows: list[list[str]] = []
+    header: list[str] = []
+    for case, name in sorted(results.part_s, key=lambda key: results.setting.cases.index(key[0])):
+        if not (took_s := results.median_part_s(case, name)):
+            continue
+        least_s = shape.part_roofs(case, limits)
+        header = [f"{name}: where the time goes, ms", *took_s]
+        shown = [
+            f"{1e3 * took_s[part]:.1f}" + (f" ({100 * least_s[part] / took_s[part]:.0f} %)" if part in least_s else "")
+            for part in took_s
+        ]
+        rows.append([case.name, *shown])
+    return table(header, rows) if rows else []
 
 
 def _overheads(results: Results) -> list[str]:

@@ -35,6 +35,14 @@ class Roof:
     flops: float
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a part of a model reads, and the products that it makes."""
+
+    nbytes: int
+    flops: float
+
+
 class Shape:
     """A model's sizes, as far as they cost something. The head is counted where a token is sampled; it may be the
     embedding itself."""
@@ -46,25 +54,42 @@ class Shape:
         self._heads = config.num_attention_heads
         self._head_dim, self._kv_heads, layers = info.head_dim, info.num_kv_heads, info.num_layers
         hidden, kv = config.hidden_size, info.num_kv_heads * info.head_dim
-        attention = hidden * (self._heads * info.head_dim * 2 + 2 * kv)
-        self._body = layers * (attention + 3 * hidden * config.intermediate_size)
-        self._head = hidden * info.vocab_size
+        queries = self._heads * info.head_dim
+        self._products = {
+            "projections": layers * hidden * (queries + 2 * kv),
+            "output": layers * hidden * queries,
+            "gate": layers * hidden * 2 * config.intermediate_size,
+            "down": layers * hidden * config.intermediate_size,
+            "head": hidden * info.vocab_size,
+        }
         sliding = len(info.groups.sliding)
         self._windows = [(layers - sliding, info.max_positions), (sliding, info.groups.window)]
 
     def roof(self, case: Case, limits: Limits) -> Roof:
-        if case.kind == "decode":
-            visible = sum(count * min(case.tokens + 1, window) for count, window in self._windows) * case.rows
-            nbytes = (self._body + self._head + visible * 2 * self._kv_heads * self._head_dim) * self._itemsize
-            flops = 2.0 * (self._body + self._head) * case.rows
-        else:
-            pairs = sum(count * _causal_pairs(case.tokens, window) for count, window in self._windows)
-            visible = pairs * case.rows
-            nbytes = (self._body + self._head) * self._itemsize
-            flops = 2.0 * (self._body * case.tokens + self._head) * case.rows
-        flops += 4.0 * visible * self._heads * self._head_dim
+        work = self._work(case).values()
+        nbytes, flops = sum(one.nbytes for one in work), sum(one.flops for one in work)
         reading_s, computing_s = nbytes / limits.reading(nbytes), flops / limits.flops
         return Roof(max(reading_s, computing_s), "memory" if reading_s > computing_s else "compute", flops)
+
+    def part_roofs(self, case: Case, limits: Limits) -> dict[str, float]:
+        """Seconds that each part of the model takes at least, as if it were alone; named as `PartTimes` does."""
+        whole = limits.reading(sum(one.nbytes for one in self._work(case).values()))
+        return {name: max(one.nbytes / whole, one.flops / limits.flops) for name, one in self._work(case).items()}
+
+    def _work(self, case: Case) -> dict[str, Work]:
+        """Keys and values of a prompt are not counted as read: they have just been made."""
+        decode = case.kind == "decode"
+        if decode:
+            visible = sum(count * min(case.tokens + 1, window) for count, window in self._windows) * case.rows
+        else:
+            visible = sum(count * _causal_pairs(case.tokens, window) for count, window in self._windows) * case.rows
+        tokens = case.rows if decode else case.rows * case.tokens
+        work = {
+            name: Work(numbers * self._itemsize, 2.0 * numbers * (case.rows if name == "head" else tokens))
+            for name, numbers in self._products.items()
+        }
+        kv_bytes = visible * 2 * self._kv_heads * self._head_dim * self._itemsize if decode else 0
+        return {**work, "attention": Work(kv_bytes, 4.0 * visible * self._heads * self._head_dim)}
 
 
 def _causal_pairs(tokens: int, window: int) -> int:

@@ -25,6 +25,7 @@ class Results:
     setting: Setting
     took_s: dict[tuple[Case, str], list[float]] = field(default_factory=dict)
     overhead_s: dict[tuple[Case, str], list[float]] = field(default_factory=dict)
+    part_s: dict[tuple[Case, str], list[dict[str, float]]] = field(default_factory=dict)
     limits: list[Limits] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)  # contenders that could not be measured, and why
@@ -33,6 +34,11 @@ class Results:
     def median_s(self, case: Case, name: str) -> float | None:
         found = self.took_s.get((case, name))
         return statistics.median(found) if found else None
+
+    def median_part_s(self, case: Case, name: str) -> dict[str, float]:
+        """Of one step, or of one prefill; empty where nothing was told."""
+        found = self.part_s.get((case, name), [{}])
+        return {part: statistics.median(one[part] for one in found) for part in found[0]}
 
     def machine(self) -> Limits:
         def median(name: str) -> float:
@@ -105,6 +111,8 @@ def _turn(
         results.took_s.setdefault((case, contender.name), []).append(statistics.median(found["took_s"]))
         if "overhead_s" in found:
             results.overhead_s.setdefault((case, contender.name), []).append(found["overhead_s"])
+        if "part_s" in found:
+            results.part_s.setdefault((case, contender.name), []).append(found["part_s"])
 
 
 def _line(results: Results, case: Case, contenders: Sequence[Contender]) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, StepArgs
+from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, PartTimes, StepArgs
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
 from baton.common.model.cache import Progress, silent
 from baton.common.native import NativeLibrary, built
@@ -92,6 +92,7 @@ class Kernels:
         self.forward = self._function("forward", StepArgs)
         self._check_size("forward_model_bytes", ModelArgs)
         self._check_size("forward_layer_bytes", LayerArgs)
+        self._check_size("forward_parts_bytes", PartTimes)
         self.forward_workspace_bytes = self._library["baton_forward_workspace_bytes"]
         self.forward_workspace_bytes.argtypes = [ctypes.POINTER(StepArgs)]
         self.forward_workspace_bytes.restype = c_int64

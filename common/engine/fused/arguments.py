@@ -58,6 +58,12 @@ class TableArgs(ctypes.Structure):
     _fields_: ClassVar = [(name, c_void_p) for name in ("slots", "page_offsets", "page_ids")]
 
 
+class PartTimes(ctypes.Structure):
+    """Nanoseconds that the parts of all steps have taken; `rest`: norms, sums and copies."""
+
+    _fields_: ClassVar = [(n, c_int64) for n in ("projections", "attention", "output", "gate", "down", "head", "rest")]
+
+
 class StepArgs(ctypes.Structure):
     """One step."""
 
@@ -70,4 +76,5 @@ class StepArgs(ctypes.Structure):
         ("report", Report),
         ("workspace", c_void_p),
         ("logits", c_void_p),
+        ("part_ns", ctypes.POINTER(PartTimes)),
     ]

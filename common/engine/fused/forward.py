@@ -18,6 +18,7 @@ from baton.common.engine.fused.arguments import (
     WEIGHTS,
     LayerArgs,
     ModelArgs,
+    PartTimes,
     Report,
     RowNorm,
     StepArgs,
@@ -56,6 +57,11 @@ class FusedForward:
         self._positions = 0
         self._hold_angles(_FIRST_POSITIONS)
         self._memory = torch.empty(0)
+        self._part_ns = PartTimes()
+
+    def part_s(self) -> dict[str, float]:
+        """Seconds that each part of all steps so far has taken together."""
+        return {field[0]: getattr(self._part_ns, field[0]) / 1e9 for field in PartTimes._fields_}
 
     def _model_args(self, decoder: Decoder) -> ModelArgs:
         pool, first = self._pools[0].pool, decoder.layers[0]
@@ -110,6 +116,7 @@ class FusedForward:
             reports=told.ctypes.data if reports else None,
             report=Report(report) if reports else Report(),
             logits=None if logits is None else logits.data_ptr(),
+            part_ns=ctypes.pointer(self._part_ns),
         )
         for place, table in enumerate((batch.main, batch.swa)[: len(self._pools)]):
             assert table is not None, "this model's sliding layers have a pool of their own"
