@@ -1,9 +1,9 @@
 """A pool as one torch tensor: the memory behind page ids, and behind state slots, for `TorchRunner`.
 
 K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: one page of all layers is one contiguous
-block (gather and scatter copy whole pages), and inside a page a head's tokens follow one another (attention streams
-them). States: a slot is one contiguous block too, the states of all recurrent layers of one sequence one after the
-other, each in its own dtype.
+block (gather and scatter copy whole pages). That is the shape of the tensor; what lies where in its last two dimensions
+is the `PageLayout`'s to say. States: a slot is one contiguous block too, the states of all recurrent layers of one
+sequence one after the other, each in its own dtype.
 Where they are `shared`, other processes of this host may map them: the `local` lane reads them there.
 Never: decides which page belongs to whom.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.common.kv.page_layout import PageLayout
 from baton.common.kv.state_shape import StateShape
 from baton.common.memory import system_memory
 from baton.common.shared_memory import SharedBlock
 
-LAYOUT = "page-layer-kv-head-token-dim/1"
 STATE_LAYOUT = "slot-layer-conv-recurrent/1"
 
 
@@ -45,12 +45,14 @@ class TorchKvBuffer:
         num_kv_heads: int,
         head_dim: int,
         dtype: Literal["float32", "bfloat16"],
+        page_layout: PageLayout = PageLayout.CANONICAL,
         shared: bool = False,
     ) -> None:
         assert num_pages > 1, "page 0 is the null page: a pool needs at least one more"
         self.num_pages = num_pages
         self.page_size = page_size
         self.layers = num_layers
+        self.page_layout = page_layout
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
         memory, self.block = _zeroed(math.prod(shape) * kind.itemsize, shared)
@@ -64,7 +66,8 @@ class TorchKvBuffer:
     def fingerprint(self) -> dict[str, str]:
         _, layers, _, heads, _, head_dim = self.pool.shape
         return {
-            "kv_layout": LAYOUT,
+            "kv_layout": self.page_layout.form,
+            "kv_page_layout": self.page_layout,
             "kv_dtype": str(self.pool.dtype).removeprefix("torch."),
             "kv_layers": str(layers),
             "kv_heads": str(heads),
