@@ -89,6 +89,7 @@ class KvConfig(ByName):
     null page) comes on top."""
 
     page_size: int = 16
+    page_layout: Literal["auto", "canonical", "panels"] = "auto"  # auto: panels where the compiled kernels attend
     pool_bytes: int = 768 << 20
     num_pages: int | None = None  # of the layers that attend to everything; of the model's first kind of layers else
     swa_pages: int | None = None  # sliding-window layers beside those

@@ -23,6 +23,7 @@ from baton.common.config import FAKE_MODEL, ClusterConfig, KvConfig, from_mappin
 from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.page_layout import choose_layout
 from baton.common.kv.sizing import Load, count_fields, size_pools
 from baton.common.units import format_bytes
 
@@ -160,8 +161,9 @@ def resolve(
     chosen = {decision.field for decision in given}
     config, lanes = _decide_lanes(config, machine, explicit="transfer.lanes" in chosen)
     config, attention = _decide_attention(config, machine)
+    config, layout = _decide_page_layout(config)
     config, memory = _decide_memory(config, find_model(config.model.model))
-    return Resolved(config, (*given, *lanes, *attention, *memory))
+    return Resolved(config, (*given, *lanes, *attention, *layout, *memory))
 
 
 def get(config: ClusterConfig, name: str) -> object:
@@ -196,6 +198,18 @@ def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterC
     why = "a C++ compiler is here" if machine.has_compiler else "no C++ compiler found"
     model = dataclasses.replace(config.model, attention=choice)
     return dataclasses.replace(config, model=model), (Decision("model.attention", choice, why),)
+
+
+def _decide_page_layout(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    """Raises ConfigError when what was asked for cannot be had."""
+    if config.model.model == FAKE_MODEL:
+        return config, ()
+    kv, compiled = config.kv, config.model.attention == "compiled"
+    layout = choose_layout(kv.page_layout, kv.page_size, compiled=compiled)
+    if layout == kv.page_layout:
+        return config, ()
+    config = dataclasses.replace(config, kv=dataclasses.replace(kv, page_layout=layout.value))
+    return config, (Decision("kv.page_layout", layout.value, f"{config.model.attention}, pages of {kv.page_size}"),)
 
 
 def _decide_memory(config: ClusterConfig, model: ModelFacts) -> tuple[ClusterConfig, tuple[Decision, ...]]:

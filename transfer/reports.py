@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from baton.common.histogram import LATENCY_BOUNDS_S
 from baton.common.kv.layout import Component
+from baton.common.kv.page_layout import PageLayout
 from baton.common.messages import Load
 from baton.common.spans import NOT_TRACED
 
@@ -139,3 +140,4 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     counters: dict[str, int]
     chunk_predictor: str = "off"  # or the formula that chooses chunks; or "failed: " and why
     forward_path: str  # how a step is computed: fused or generic (ADR 0028), or fake
+    page_layout: str = PageLayout.CANONICAL  # in which order K and V lie inside a page (ADR 0031)

@@ -87,6 +87,7 @@ class _Loaded:
     publisher: KvPublisher | None
     chunk_predictor: str  # for people
     forward_path: str  # for people
+    page_layout: str  # for people
 
 
 class WorkerProcess:
@@ -182,7 +183,10 @@ class WorkerProcess:
                 io.post(effect)
 
         engine = EngineLoop(core, runner, post, self._clock, check=lambda: checker.check(pool, core.holdings()))
-        self._loaded = _Loaded(pool, core, engine, io, tiers, spans, publisher, chunk_predictor, runner.forward_path)
+        layout = runner.memory.main.page_layout
+        self._loaded = _Loaded(
+            pool, core, engine, io, tiers, spans, publisher, chunk_predictor, runner.forward_path, layout
+        )
         return io
 
     def _open_tiers(self, memory: KvMemory, say: Callable[[str], None]) -> tuple[PageKeys, Tiers] | tuple[None, None]:
@@ -240,6 +244,7 @@ class WorkerProcess:
             counters=counters,
             chunk_predictor=loaded.chunk_predictor,
             forward_path=loaded.forward_path,
+            page_layout=loaded.page_layout,
         )
 
     def census(self) -> dict[str, int]:

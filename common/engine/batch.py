@@ -22,6 +22,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from baton.common.kv.layout import Component, KvLayout
+from baton.common.kv.page_layout import PageLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.shared_memory import SharedBlock
@@ -186,8 +187,8 @@ class StepResult(Struct, frozen=True):
 
 class KvBuffer(Protocol):
     """The memory behind the page ids of one pool: `num_pages` pages (page 0, the null page, included) of `page_bytes`
-    bytes each, one contiguous block per page, which is `layers` equal stretches one after the other. For recurrent
-    layers a page is one sequence's state, in one stretch.
+    bytes each, one contiguous block per page, which is `layers` equal stretches one after the other, each in
+    `page_layout`. For recurrent layers a page is one sequence's state, in one stretch.
 
     `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
     `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte. `block` is what
@@ -197,6 +198,7 @@ class KvBuffer(Protocol):
     num_pages: int
     page_bytes: int
     layers: int
+    page_layout: PageLayout
 
     @property
     def block(self) -> SharedBlock | None: ...

@@ -16,6 +16,7 @@ import torch
 
 from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, PartTimes, StepArgs
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
+from baton.common.kv.page_layout import PageLayout
 from baton.common.model.cache import Progress, silent
 from baton.common.native import NativeLibrary, built
 
@@ -27,6 +28,8 @@ LIBRARY = NativeLibrary(
     flags=("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
 )
 UNIT_QUERIES = 64  # from here on matrix units win
+LAYOUTS = (PageLayout.CANONICAL, PageLayout.PANELS)
+"""By their numbers in csrc/pages.h."""
 
 
 class _AttendArgs(ctypes.Structure):
@@ -35,7 +38,10 @@ class _AttendArgs(ctypes.Structure):
     _fields_: ClassVar = [
         ("is_bf16", c_int64),
         ("pool", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "layer", "kv_heads", "page_size", "head_dim", "q_heads")),
+        *(
+            (name, c_int64)
+            for name in ("page_layout", "num_layers", "layer", "kv_heads", "page_size", "head_dim", "q_heads")
+        ),
         *((name, c_int64) for name in ("num_rows", "num_tokens", "max_queries")),
         *((name, c_void_p) for name in ("slots", "q_offsets", "kv_lens", "page_offsets", "page_ids")),
         *((name, c_void_p) for name in ("query", "key", "value")),
@@ -117,7 +123,8 @@ class CompiledPagedAttention:
 
     name = "compiled"
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, page_layout: PageLayout = PageLayout.CANONICAL) -> None:
+        self.page_layout = page_layout
         self._attend = kernels.attend
         self._matrix_units = torch.cpu._is_amx_tile_supported()
 
@@ -136,6 +143,7 @@ class CompiledPagedAttention:
         _, num_layers, _, kv_heads, page_size, pool_dim = pool.shape
         assert query.dtype == key.dtype == value.dtype == pool.dtype, (query.dtype, key.dtype, pool.dtype)
         assert head_dim == pool_dim, (head_dim, pool_dim)
+        assert self.page_layout.fits(page_size), (self.page_layout, page_size)
         assert key.shape == value.shape == (tokens, kv_heads, head_dim), (key.shape, value.shape, pool.shape)
         plain = not params.softcap and params.sinks is None
         max_queries = UNIT_QUERIES if self._matrix_units and pool.dtype == torch.bfloat16 and plain else tokens
@@ -144,6 +152,7 @@ class CompiledPagedAttention:
         args = _AttendArgs(
             is_bf16=pool.dtype == torch.bfloat16,
             pool=pool.data_ptr(),
+            page_layout=LAYOUTS.index(self.page_layout),
             num_layers=num_layers,
             layer=layer,
             kv_heads=kv_heads,
@@ -175,7 +184,7 @@ class CompiledPagedAttention:
         )
         self._attend(ctypes.byref(args))
         if max_queries < tokens:
-            attend_long_rows(query, pool, layer, plan, params, max_queries, out)
+            attend_long_rows(query, pool, layer, self.page_layout, plan, params, max_queries, out)
         return out
 
 

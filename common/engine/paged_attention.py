@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.common.engine.batch import Batch, PageTable
+from baton.common.kv.page_layout import PageLayout, reordered_keys
 
 QUERY_BLOCK = 512  # most queries of a row that plain torch takes at once
 
@@ -57,10 +58,12 @@ class PagedAttention(Protocol):
     """Writes K and V of T tokens into `pool[:, layer]`, then attends.
 
     query [T, query heads, head_dim], key and value [T, kv heads, head_dim] (any strides with a dense last dimension),
-    all of the pool's dtype; returns [T, query heads, head_dim], dense. Query heads are a multiple of the kv heads.
+    all of the pool's dtype; returns [T, query heads, head_dim], dense. Query heads are a multiple of the kv heads. All
+    pools are laid out as `page_layout` says.
     """
 
     name: str
+    page_layout: PageLayout
 
     def attend(
         self,
@@ -78,6 +81,7 @@ class TorchPagedAttention:
     """The reference: gathers a row's pages and calls plain torch operations, row by row."""
 
     name = "torch"
+    page_layout = PageLayout.CANONICAL
 
     def attend(
         self,
@@ -94,7 +98,7 @@ class TorchPagedAttention:
         pool[pages, layer, 0, :, offsets] = key
         pool[pages, layer, 1, :, offsets] = value
         out = torch.empty(query.shape, dtype=query.dtype)
-        attend_long_rows(query, pool, layer, plan, params, 0, out)
+        attend_long_rows(query, pool, layer, self.page_layout, plan, params, 0, out)
         return out
 
 
@@ -102,6 +106,7 @@ def attend_long_rows(
     query: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
+    page_layout: PageLayout,
     plan: AttentionPlan,
     params: AttentionParams,
     min_queries: int,
@@ -119,6 +124,8 @@ def attend_long_rows(
         # Of the pages that the row's first query sees a key in; earlier ones may be dead.
         skipped = _first_visible(kv_len - (last - first), params) // page_size
         held = pool[plan.page_ids[page_offsets[row] + skipped : page_offsets[row + 1]].long(), layer]
+        if page_layout is not PageLayout.CANONICAL:
+            reorder_keys(held, page_layout, PageLayout.CANONICAL)
         keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)  # each [kv heads, tokens, head_dim]
         # A whole prompt goes in one piece: torch skips what its own causal mask hides.
         step = last - first if last - first == kv_len and not params.window else QUERY_BLOCK
@@ -130,6 +137,12 @@ def attend_long_rows(
             )
             block = query[start:stop].transpose(0, 1)
             out[start:stop] = _attend_row(block, keys[:, seen], values[:, seen], params).transpose(0, 1)
+
+
+def reorder_keys(pages: torch.Tensor, source: PageLayout, target: PageLayout) -> None:
+    """In place, of pages of one layer [pages, 2, kv heads, page_size, head_dim]."""
+    words = pages[:, 0].view(torch.int32)
+    words[:] = torch.from_numpy(reordered_keys(words.numpy(), source, target))
 
 
 def _first_visible(position: int, params: AttentionParams) -> int:

@@ -49,6 +49,7 @@ from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
+from baton.common.kv.page_layout import LayoutChoice
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
@@ -86,6 +87,7 @@ class TorchRunner:
         num_pages: NumPages,
         page_size: int,
         sliding_groups: bool = True,
+        page_layout: LayoutChoice = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
         threads: int | None = None,
@@ -98,7 +100,7 @@ class TorchRunner:
         row has a grammar. Prefer `TorchRunner.load`. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
-        backends = choose_backends(attention, info.head_dim, progress)
+        backends = choose_backends(attention, info.head_dim, progress, page_layout, page_size)
         self.attention = backends.attention
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
@@ -128,6 +130,7 @@ class TorchRunner:
         num_pages: NumPages,
         page_size: int,
         sliding_groups: bool = True,
+        page_layout: LayoutChoice = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
         threads: int | None = None,
@@ -149,6 +152,7 @@ class TorchRunner:
             num_pages=num_pages,
             page_size=page_size,
             sliding_groups=sliding_groups,
+            page_layout=page_layout,
             attention=attention,
             forward_path=forward_path,
             threads=threads,
@@ -189,6 +193,7 @@ class TorchRunner:
                 num_kv_heads=info.num_kv_heads,
                 head_dim=info.head_dim,
                 dtype=dtype,
+                page_layout=self.attention.page_layout,
                 shared=shared,
             )
             self._pools[component] = buffer.pool

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.kv.page_layout import PageLayout
 from baton.common.shared_memory import SharedBlock
 
 
 class NumpyKvBuffer:
     """`num_pages` pages (page 0, the null page, included), each one contiguous block of `page_bytes` bytes: `layers`
     equal stretches. `shared`: other processes may map them, at the price of a descriptor."""
+
+    page_layout = PageLayout.CANONICAL
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""How K and V of one layer lie inside a page: the names that configuration, status and fingerprints use.
+"""How K and V of one layer lie inside a page: the names that configuration, status and fingerprints use, and what turns
+one order into another.
 
-Owns: `PageLayout`. Never: memory, or a kernel that reads it.
+Owns: `PageLayout` and the order of numbers in each. Never: memory, or a kernel that reads it (engine/csrc/pages.h).
 
 A page is [layers][2 (K, V)][kv heads], and for each of these one *plane*: K or V of `page_size` tokens of one head. A
 layout says what lies where in a plane, so a layer of a page is one stretch of bytes in each of them.
@@ -9,6 +10,17 @@ layout says what lies where in a plane, so a layer of a page is one stretch of b
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.common.errors import ConfigError
+
+PANEL_TOKENS = 16
+WORD_BYTES = 4
+Words = npt.NDArray[np.int32]
+"""What is moved: a float32, or a pair of bfloat16."""
 
 
 class PageLayout(StrEnum):
@@ -24,8 +36,36 @@ class PageLayout(StrEnum):
         order."""
         return _FORMS[self]
 
+    def fits(self, page_size: int) -> bool:
+        return self is PageLayout.CANONICAL or page_size % PANEL_TOKENS == 0
 
+
+LayoutChoice = Literal["auto", "canonical", "panels"]
 _FORMS = {
     PageLayout.CANONICAL: "page-layer-kv-head-plane/2",
     PageLayout.PANELS: "page-layer-kv-head-plane/2",
 }
+
+
+def choose_layout(choice: LayoutChoice, page_size: int, *, compiled: bool) -> PageLayout:
+    """Of pools that compiled kernels read, or plain torch. Raises ConfigError when what was asked for cannot be had."""
+    best = PageLayout.PANELS if compiled and PageLayout.PANELS.fits(page_size) else PageLayout.CANONICAL
+    if choice == "auto":
+        return best
+    wanted = PageLayout(choice)
+    if wanted is PageLayout.PANELS and best is not wanted:
+        reason = "it is for compiled kernels" if not compiled else f"a page of {page_size} tokens has no whole panels"
+        hint = "model.attention compiled" if not compiled else f"a kv.page_size that {PANEL_TOKENS} divides"
+        raise ConfigError("kv.page_layout", choice, reason, f'{hint}, or "auto"')
+    return wanted
+
+
+def reordered_keys(planes: Words, source: PageLayout, target: PageLayout) -> Words:
+    """Planes of K [..., page_size, words of a token] that are laid out as in `source`, as `target` has them. May be
+    `planes` itself."""
+    if source is target:
+        return planes
+    *rest, page_size, words = planes.shape
+    panels = page_size // PANEL_TOKENS
+    shape = (PANEL_TOKENS, words) if source is PageLayout.CANONICAL else (words, PANEL_TOKENS)
+    return planes.reshape(*rest, panels, *shape).swapaxes(-1, -2).reshape(planes.shape)

@@ -67,7 +67,7 @@ class TorchKvBuffer:
         _, layers, _, heads, _, head_dim = self.pool.shape
         return {
             "kv_layout": self.page_layout.form,
-            "kv_page_layout": self.page_layout,
+            "kv_page_layout": self.page_layout.value,
             "kv_dtype": str(self.pool.dtype).removeprefix("torch."),
             "kv_layers": str(layers),
             "kv_heads": str(heads),
@@ -77,6 +77,8 @@ class TorchKvBuffer:
 
 class TorchStateBuffer:
     """`num_slots` counts the null slot 0. Memory is zeroed: a fresh sequence's state is all zeros."""
+
+    page_layout = PageLayout.CANONICAL
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ FUSED: dict[str, PretrainedConfig] = {
         **SMALL, head_dim=64, sliding_window=WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
 }
+PATHS: tuple[PathChoice, ...] = ("fused", "generic")
 GENERIC: dict[str, tuple[PretrainedConfig, str]] = {
     "gpt-oss": (FAMILIES["gpt-oss"], "gpt_oss is not of the Llama family"),
     "odd-heads": (LlamaConfig(**SMALL, head_dim=24), "no compiled kernels"),
@@ -59,9 +60,15 @@ def needs_kernels() -> None:
         pytest.skip(str(error))
 
 
-def load(directory: Path, dtype: Dtype, path: PathChoice) -> TorchRunner:
+def load(directory: Path, dtype: Dtype, path: PathChoice, page_size: int = 4) -> TorchRunner:
     return TorchRunner.load(
-        str(directory), dtype=dtype, num_pages=120, page_size=4, sliding_groups=False, threads=1, forward_path=path
+        str(directory),
+        dtype=dtype,
+        num_pages=120,
+        page_size=page_size,
+        sliding_groups=False,
+        threads=1,
+        forward_path=path,
     )
 
 
@@ -87,8 +94,7 @@ def test_both_paths_say_the_same(family: str, tmp_path: Path) -> None:
     # In bfloat16 what the paths compute differs by rounding; the fused one must be at least as near to the truth.
     outputs = [sequence.outputs for sequence in generic]
     truth = torch.stack([sequence.logits[-1] for sequence in generic])
-    paths: tuple[PathChoice, ...] = ("fused", "generic")
-    half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in paths]
+    half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in PATHS]
     errors = [torch.stack([one.logits[-1].float() for one in found]) - truth for found in half]
     assert errors[0].norm() < 1.2 * errors[1].norm()
 
@@ -106,6 +112,19 @@ def test_where_the_time_of_a_step_goes_is_told(tmp_path: Path) -> None:
     assert min(parts.values()) > 0
     assert sum(parts.values()) <= took_s
     assert load(tmp_path, "float32", "generic").part_s() == {}
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "qwen3-large-heads", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_how_pages_are_laid_out_changes_no_bit(family: str, dtype: Dtype, tmp_path: Path) -> None:
+    """Heads of 48, 128 and 64, windows and capped scores, on both paths."""
+    save_random_model(FUSED[family], tmp_path)
+    for path in PATHS:
+        runners = [load(tmp_path, dtype, path, page_size) for page_size in (4, 16)]
+        assert [runner.memory.main.page_layout.value for runner in runners] == ["canonical", "panels"]
+        found = [logits_of(runner) for runner in runners]
+        for canonical, panels in zip(*found, strict=True):
+            assert torch.equal(torch.stack(canonical.logits), torch.stack(panels.logits)), path
 
 
 def test_a_pool_of_more_than_two_billion_numbers(tmp_path: Path) -> None:

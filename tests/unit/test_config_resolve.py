@@ -223,6 +223,15 @@ def test_layers_are_checked_as_a_whole() -> None:
 GEMMA = Facts(window=512, bytes_per_token=4096)
 
 
+def test_pages_are_laid_out_for_whoever_attends() -> None:
+    assert decide(machine=FULL).config.kv.page_layout == "panels"
+    assert decide("kv.page_size=8", machine=FULL).config.kv.page_layout == "canonical"
+    assert decide(machine=BARE).config.kv.page_layout == "canonical"
+    assert decide("kv.page_layout=canonical", machine=FULL).config.kv.page_layout == "canonical"
+    with pytest.raises(ConfigError, match=r"kv\.page_layout = 'panels'.*page of 8 tokens"):
+        decide("kv.page_layout=panels", "kv.page_size=8", machine=FULL)
+
+
 def test_a_window_beside_full_attention_gets_what_its_requests_need_and_at_most_as_many_pages() -> None:
     kv = decide("kv.pool_bytes=1073741824", "decode_worker.max_running_requests=8", facts=GEMMA).config.kv
     # (511 + 2 * 15 + 512) / 16 pages behind and ahead, and 32 that the prefix tree's lease locks

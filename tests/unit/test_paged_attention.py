@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from baton.common.engine.backends import choose_backends
-from baton.common.engine.kernels import CompiledPagedAttention, load_kernels
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention
+from baton.common.engine.kernels import CompiledPagedAttention, Kernels, load_kernels
+from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention, reorder_keys
 from baton.common.errors import ConfigError
+from baton.common.kv.page_layout import PageLayout
 from baton.common.memory import system_memory
 from baton.common.native import BuildError
 
@@ -21,11 +22,29 @@ PLAIN = TorchPagedAttention()
 
 
 @pytest.fixture(scope="module")
-def compiled() -> CompiledPagedAttention:
+def kernels() -> Kernels:
     try:
-        return CompiledPagedAttention(load_kernels())
+        return load_kernels()
     except BuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def compiled(kernels: Kernels) -> CompiledPagedAttention:
+    return CompiledPagedAttention(kernels)
+
+
+@pytest.fixture(scope="module")
+def panels(kernels: Kernels) -> CompiledPagedAttention:
+    return CompiledPagedAttention(kernels, PageLayout.PANELS)
+
+
+def in_panels(pool: torch.Tensor) -> torch.Tensor:
+    """A canonical pool's copy in the other layout."""
+    found = pool.clone()
+    for layer in range(pool.shape[1]):
+        reorder_keys(found[:, layer], PageLayout.CANONICAL, PageLayout.PANELS)
+    return found
 
 
 def make_plan(rows: tuple[tuple[int, int], ...], page_size: int, pages: Iterator[int]) -> AttentionPlan:
@@ -59,10 +78,12 @@ def shuffled_pages(count: int) -> Iterator[int]:
         (16, 256, 4, 1, 0, 50.0, False),
         (8, 64, 6, 2, 64, 20.0, True),
         (128, 64, 1, 1, 1, 0.0, False),
+        (32, 112, 3, 2, 33, 15.0, True),
     ],
 )
 def test_compiled_and_plain_attention_agree(
     compiled: CompiledPagedAttention,
+    panels: CompiledPagedAttention,
     dtype: torch.dtype,
     page_size: int,
     head_dim: int,
@@ -82,6 +103,7 @@ def test_compiled_and_plain_attention_agree(
     tokens = sum(q for q, _ in ROWS)
     pool = normal(num_pages, 2, 2, kv_heads, page_size, head_dim)
     twin = pool.clone()
+    paneled = in_panels(pool) if panels.page_layout.fits(page_size) else None
     query = 2 * normal(group * kv_heads, tokens, head_dim).transpose(0, 1)  # as a model hands it over: not dense
     key, value = normal(tokens, kv_heads, head_dim), normal(kv_heads, tokens, head_dim).transpose(0, 1)
     params = AttentionParams(head_dim**-0.5, window, softcap, normal(group * kv_heads).float() if sinks else None)
@@ -90,12 +112,20 @@ def test_compiled_and_plain_attention_agree(
     assert torch.equal(pool, twin), "both write the same K and V, and nothing else"
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(ours.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    if paneled is not None:
+        found = panels.attend(query, key, value, paneled, 1, plan, params)
+        assert torch.equal(found, ours), "to the bit"
+        assert torch.equal(paneled, in_panels(pool))
 
 
-def test_a_row_has_the_same_bits_whatever_it_is_computed_with(compiled: CompiledPagedAttention) -> None:
+@pytest.mark.parametrize(("backend", "page_size"), [("compiled", 4), ("panels", 16)])
+def test_a_row_has_the_same_bits_whatever_it_is_computed_with(
+    backend: str, page_size: int, request: pytest.FixtureRequest
+) -> None:
     """Alone, among others, as a chunk or token by token: for windows too."""
     torch.manual_seed(3)
-    page_size, kv_len, params = 4, 1300, AttentionParams(0.125, 600)
+    compiled = request.getfixturevalue(backend)
+    kv_len, params = 1300, AttentionParams(0.125, 600)
     query, key, value = torch.randn(kv_len, 6, 64), torch.randn(kv_len, 2, 64), torch.randn(kv_len, 2, 64)
     pool = torch.zeros(400, 1, 2, 2, page_size, 64)
     whole = compiled.attend(
@@ -111,7 +141,12 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(compiled: Compiled
 @pytest.mark.parametrize(("page_size", "window"), [(1, 7), (4, 64), (16, 7), (16, 100), (16, 600), (4, 1)])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_what_lies_in_dead_pages_changes_nothing(
-    compiled: CompiledPagedAttention, page_size: int, window: int, softcap: float, dtype: torch.dtype
+    compiled: CompiledPagedAttention,
+    panels: CompiledPagedAttention,
+    page_size: int,
+    window: int,
+    softcap: float,
+    dtype: torch.dtype,
 ) -> None:
     """A row's pages before the window of its first query are gone, and page 0, which stands for them, is full of NaN;
     so is what the live pages hold of tokens outside of every window."""
@@ -130,9 +165,10 @@ def test_what_lies_in_dead_pages_changes_nothing(
     query, key, value = (torch.randn(plan.q_offsets[-1], heads, 64).to(dtype) for heads in (4, 2, 2))
     params = AttentionParams(0.125, window, softcap)
     dead = dataclasses.replace(plan, page_ids=page_ids)
-    for backend in (compiled, PLAIN):
-        expected = backend.attend(query, key, value, clean, 1, plan, params)
-        assert torch.equal(backend.attend(query, key, value, poisoned.clone(), 1, dead, params), expected), backend.name
+    for backend in (compiled, PLAIN, *([panels] if panels.page_layout.fits(page_size) else [])):
+        held = [in_panels(pool) if backend is panels else pool.clone() for pool in (clean, poisoned)]
+        expected = backend.attend(query, key, value, held[0], 1, plan, params)
+        assert torch.equal(backend.attend(query, key, value, held[1], 1, dead, params), expected), backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,8 +189,10 @@ def test_a_nan_shows(compiled: CompiledPagedAttention, dtype: torch.dtype, softc
     assert torch.equal(found, clean)
 
 
-def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> None:
+@pytest.mark.parametrize("backend", ["compiled", "panels"])
+def test_offsets_beyond_two_gibi_elements(backend: str, request: pytest.FixtureRequest) -> None:
     """int32_overflow: the pool is larger than 2^31 elements; only the touched pages take memory."""
+    compiled = request.getfixturevalue(backend)
     page_size, head_dim, layers = 16, 64, 16
     page_elements = layers * 2 * 2 * page_size * head_dim
     num_pages = (1 << 31) // page_elements + 8
@@ -170,6 +208,16 @@ def test_offsets_beyond_two_gibi_elements(compiled: CompiledPagedAttention) -> N
     )
     assert torch.equal(ours, expected)
     assert torch.equal(pool[num_pages - 1, layers - 1], small[1, 0])
+
+
+def test_a_layout_that_cannot_be_had_is_refused(kernels: Kernels) -> None:
+    assert choose_backends("compiled", 64, layout="auto", page_size=32).attention.page_layout is PageLayout.PANELS
+    assert choose_backends("compiled", 64, layout="auto", page_size=8).attention.page_layout is PageLayout.CANONICAL
+    assert choose_backends("torch", 64, layout="auto", page_size=32).attention.page_layout is PageLayout.CANONICAL
+    with pytest.raises(ConfigError, match=r"kv\.page_layout = 'panels'.*page of 8 tokens.*kv\.page_size"):
+        choose_backends("compiled", 64, layout="panels", page_size=8)
+    with pytest.raises(ConfigError, match=r"kv\.page_layout = 'panels'.*compiled"):
+        choose_backends("torch", 64, layout="panels", page_size=16)
 
 
 def test_a_head_size_that_the_kernels_cannot_do_runs_on_torch() -> None:

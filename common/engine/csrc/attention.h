@@ -1,9 +1,9 @@
 // Attention over paged KV for packed ragged batches, in pieces that any thread may take.
 //
-// Decode and prefill take the same path: K of a block of keys is transposed into the cache, scores and weighted values
-// are small products over the (query, head of the group) pairs. What is computed for a query depends on its own row
-// alone: blocks and spans lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the
-// number of threads changes a bit of its result.
+// Decode and prefill take the same path: scores against panels of keys (pages.h) and weighted values are small products
+// over the (query, head of the group) pairs. What is computed for a query depends on its own row alone: blocks and spans
+// lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number of threads, nor how
+// a page is laid out changes a bit of its result.
 //
 // Keys before the window of an item's first query may lie in dead pages (page id 0). Their scores are overwritten and
 // their values take no part in a sum: whatever lies there, a NaN even, changes nothing.
@@ -20,6 +20,7 @@
 
 #include "attention_tiles.h"
 #include "memory.h"
+#include "pages.h"
 #include "product.h"
 
 namespace baton {
@@ -33,7 +34,8 @@ constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 // Mirrored by `_AttendArgs` in kernels.py. Strides count elements.
 struct AttendArgs {
     int64_t is_bf16;
-    void* pool;  // [pages][layers][2][kv_heads][page_size][head_dim]
+    void* pool;  // pages.h
+    int64_t page_layout;  // PageLayout
     int64_t num_layers, layer, kv_heads, page_size, head_dim, q_heads;
     int64_t num_rows, num_tokens;
     int64_t max_queries;  // rows with more only get their K and V written
@@ -47,6 +49,12 @@ struct AttendArgs {
     const float* sinks;  // [q_heads] or null
 
     int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+    template <class T>
+    Pages<T> pages() const {
+        return {static_cast<PageLayout>(page_layout), static_cast<T*>(pool), num_layers, layer, kv_heads, page_size,
+                head_dim};
+    }
 };
 
 // One unit of work: queries [q_begin, q_end) of a row (positions in the sequence), one kv head, and keys [key_begin,
@@ -149,17 +157,16 @@ class Attention {
         : a_(args),
           group_(args.q_heads / args.kv_heads),
           dim_(args.head_dim),
-          pool_(static_cast<T*>(args.pool)),
+          pages_(args.pages<T>()),
           partials_(partials),
-          tiled_(for_matrix_units(pool_, dim_)) {}
+          tiled_(for_matrix_units(pages_.pool, dim_)) {}
 
     void write_token(int64_t token) const {
-        const int64_t page = a_.slots[token] / a_.page_size, offset = a_.slots[token] % a_.page_size;
+        const T *key = static_cast<const T*>(a_.key) + token * a_.key_token,
+                *value = static_cast<const T*>(a_.value) + token * a_.value_token;
         for (int64_t head = 0; head < a_.kv_heads; ++head) {
-            std::copy_n(static_cast<const T*>(a_.key) + token * a_.key_token + head * a_.key_head, dim_,
-                        place_in_pool(page, 0, head, offset));
-            std::copy_n(static_cast<const T*>(a_.value) + token * a_.value_token + head * a_.value_head, dim_,
-                        place_in_pool(page, 1, head, offset));
+            pages_.write(a_.slots[token], kKeys, head, key + head * a_.key_head);
+            pages_.write(a_.slots[token], kValues, head, value + head * a_.value_head);
         }
     }
 
@@ -209,8 +216,9 @@ class Attention {
     // Memory of one work item: for each (query, head of the group) the query, its scores against one block, and what is
     // summed so far, of this span and of all spans before it.
     struct Work {
-        float *query, *scores, *keys_t, *value_block;
-        T *tile_query, *tile_weights, *tile_keys, *tile_values;  // in the place of the above
+        float *query, *scores, *values_block;
+        T *tile_query, *tile_weights, *tile_values;  // in the place of the above
+        T* keys;  // panels of a block
         float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
     };
 
@@ -222,33 +230,7 @@ class Attention {
 
     int64_t first_visible(int64_t position) const { return a_.first_visible(position); }
 
-    T* place_in_pool(int64_t page, int64_t kind, int64_t head, int64_t offset) const {
-        const int64_t plane = (page * a_.num_layers + a_.layer) * 2 + kind;
-        return pool_ + ((plane * a_.kv_heads + head) * a_.page_size + offset) * dim_;
-    }
-
-    // Addresses of K (kind 0) or V (kind 1) for tokens [begin, end) of a row.
-    void locate(int32_t row, int64_t kind, int64_t head, int64_t begin, int64_t end, const T** to) const {
-        const int32_t* pages = a_.page_ids + a_.page_offsets[row];
-        for (int64_t token = begin; token < end;) {
-            const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
-            const T* place = place_in_pool(pages[token / a_.page_size], kind, head, offset);
-            for (; token < stop; ++token, place += dim_) *to++ = place;
-        }
-    }
-
-    // Asks for K or V of these tokens to be brought near: pages lie apart, so the hardware does not foresee them.
-    void fetch(int32_t row, int64_t kind, int64_t head, int64_t begin, int64_t end) const {
-        const int32_t* pages = a_.page_ids + a_.page_offsets[row];
-        for (int64_t token = begin; token < end;) {
-            const int64_t offset = token % a_.page_size, stop = std::min(end, token - offset + a_.page_size);
-            const T* first = place_in_pool(pages[token / a_.page_size], kind, head, offset);
-            const char* place = reinterpret_cast<const char*>(first);
-            const int64_t bytes = (stop - token) * dim_ * static_cast<int64_t>(sizeof(T));
-            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(place + byte);
-            token = stop;
-        }
-    }
+    const int32_t* page_ids_of(int32_t row) const { return a_.page_ids + a_.page_offsets[row]; }
 
     int64_t token_at(int32_t row, int64_t position) const {
         return a_.q_offsets[row + 1] - a_.kv_lens[row] + position;
@@ -307,16 +289,16 @@ class Attention {
         Work work;
         work.query = at_least(floats_of_thread(), rows * (3 * dim_ + 2 * kKeyBlock + 4) + 2 * kKeyBlock * dim_);
         work.scores = work.query + rows * dim_;
-        work.keys_t = work.scores + 2 * rows * kKeyBlock;
-        work.value_block = work.keys_t + kKeyBlock * dim_;
-        work.span_values = work.value_block + kKeyBlock * dim_;
+        work.values_block = work.scores + 2 * rows * kKeyBlock;
+        float* keys = work.values_block + kKeyBlock * dim_;
+        work.span_values = keys + kKeyBlock * dim_;
         work.values = work.span_values + rows * dim_;
         work.span_stats = work.values + rows * dim_;
         work.stats = work.span_stats + 2 * rows;
         work.tile_query = reinterpret_cast<T*>(work.query);
         work.tile_weights = reinterpret_cast<T*>(work.scores + rows * kKeyBlock);
-        work.tile_keys = reinterpret_cast<T*>(work.keys_t);
-        work.tile_values = reinterpret_cast<T*>(work.value_block);
+        work.tile_values = reinterpret_cast<T*>(work.values_block);
+        work.keys = reinterpret_cast<T*>(keys);
         return work;
     }
 
@@ -338,45 +320,49 @@ class Attention {
                 return;
             }
         }
-        const float* const* value_rows = load_block(item, block, count, work.keys_t, work.value_block);
         const int64_t width = (count + 15) / 16 * 16, active = seen.last_row - seen.first_row;
-        std::fill_n(work.scores, active * kKeyBlock, 0.0f);
-        product(work.query + seen.first_row * dim_, dim_, key_rows(work.keys_t), active, dim_, width, work.scores,
-                kKeyBlock);
+        const int32_t* pages = page_ids_of(item.row);
+        const T** panels = at_least(pointers_of_thread<T>(), kKeyBlock);
+        pages_.fetch(pages, kValues, item.kv_head, block, block + count);
+        pages_.fetch(pages, kKeys, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
+        pages_.panels(pages, item.kv_head, block, count, work.keys, panels);
+        score(work.query + seen.first_row * dim_, dim_, active, panels, width / 16, work.scores, kKeyBlock);
         for (int64_t r = 0; r < active; ++r) {
             const int64_t q = q_first + r / group_, row = seen.first_row + r;
             weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
                   std::min(count, q + 1 - block), width, work.span_stats + 2 * row, work.span_values + row * dim_);
         }
-        product(work.scores + seen.unseen, kKeyBlock, value_rows + seen.unseen, active, count - seen.unseen, dim_,
-                work.span_values + seen.first_row * dim_, dim_);
+        const T** values = panels;
+        pages_.locate(pages, kValues, item.kv_head, block, block + count, values);
+        add_values(work, seen, values, count);
     }
 
-    // The keys that are wanted next: at most a block of them from `begin` on, or of the next item.
+    // K and V that are wanted next: at most a block of them from `begin` on, or of the next item.
     int64_t locate_following(const Item& item, const Item* next, int64_t begin, const T** to) const {
         const Item* from = begin < item.key_end ? &item : next;
         if (!from) return 0;
         if (from == next) begin = next->key_begin;
-        const int64_t end = std::min(from->key_end, begin + kKeyBlock);
-        locate(from->row, 0, from->kv_head, begin, end, to);
-        return end - begin;
+        const int64_t end = std::min(from->key_end, begin + kKeyBlock), count = end - begin;
+        pages_.locate(page_ids_of(from->row), kKeys, from->kv_head, begin, end, to);
+        pages_.locate(page_ids_of(from->row), kValues, from->kv_head, begin, end, to + count);
+        return 2 * count;
     }
 
     // The same on matrix units, 16 rows at a time. Rows of a tile that see nothing get weights of zero.
     void attend_block_tiled(const Item& item, const Item* next, const Work& work, int64_t block, int64_t count,
                             const Seen& seen) const {
-        const T** keys = at_least(pointers_of_thread<T>(), 3 * kKeyBlock);
-        const T **values = keys + kKeyBlock, **following = values + kKeyBlock;
-        locate(item.row, 0, item.kv_head, block, block + count, keys);
-        locate(item.row, 1, item.kv_head, block, block + count, values);
-        pack_keys(keys, count, dim_, work.tile_keys, {values, count});
+        const T** panels = at_least(pointers_of_thread<T>(), 4 * kKeyBlock);
+        const T **values = panels + kKeyBlock, **following = values + kKeyBlock;
+        const int32_t* pages = page_ids_of(item.row);
+        pages_.panels(pages, item.kv_head, block, count, work.keys, panels);
+        pages_.locate(pages, kValues, item.kv_head, block, block + count, values);
         pack_values(values, seen.unseen, count, dim_, work.tile_values,
                     {following, locate_following(item, next, block + count, following)});
         const int64_t width = (count + 31) / 32 * 32;
         // Each pass over all rows: what a tile is loaded from has long been stored then.
         const int64_t begin = seen.first_row / kTileRows * kTileRows, end = whole_tiles(seen.last_row);
         for (int64_t row = begin; row < end; row += kTileRows)
-            score_tiles(work.tile_query + row * dim_, dim_, work.tile_keys, whole_tiles(count),
+            score_tiles(work.tile_query + row * dim_, dim_, panels, whole_tiles(count) / kTileRows,
                         work.scores + row * kKeyBlock, kKeyBlock);
         for (int64_t row = begin; row < end; ++row) {
             T* weights = work.tile_weights + row * kKeyBlock;
@@ -446,49 +432,28 @@ class Attention {
         for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
     }
 
-    // Transposes K of keys [block, block + count) into keys_t [head_dim][kKeyBlock], returns where V's float rows are.
-    const float* const* load_block(const Item& item, int64_t block, int64_t count, float* keys_t,
-                                   float* value_block) const {
-        const T** rows = at_least(pointers_of_thread<T>(), kKeyBlock);
-        locate(item.row, 0, item.kv_head, block, block + count, rows);
-        fetch(item.row, 1, item.kv_head, block, block + count);
-        fetch(item.row, 0, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
-        for (int64_t j = 0; j < count; j += 16)
-            for (int64_t d = 0; d < dim_; d += 16) {
-                f32x16 tile[16];
-                for (int64_t i = 0; i < 16; ++i) tile[i] = j + i < count ? load16(rows[j + i] + d) : f32x16{};
-                transpose16(tile);
-                for (int64_t i = 0; i < 16; ++i) store16(keys_t + (d + i) * kKeyBlock + j, tile[i]);
-            }
-        locate(item.row, 1, item.kv_head, block, block + count, rows);
-        return as_floats(rows, count, value_block);
-    }
-
-    const float* const* as_floats(const float** rows, int64_t, float*) const { return rows; }
-
-    const float* const* as_floats(const bf16** rows, int64_t count, float* block) const {
+    // Adds weighted values of a block. Many rows read them as floats, made once; a few as they are.
+    void add_values(const Work& work, const Seen& seen, const T* const* values, int64_t count) const {
+        const int64_t active = seen.last_row - seen.first_row;
+        const auto add = [&](const auto* const* rows) {
+            product(work.scores + seen.unseen, kKeyBlock, rows + seen.unseen, active, count - seen.unseen, dim_,
+                    work.span_values + seen.first_row * dim_, dim_);
+        };
+        if (std::is_same_v<T, float> || active <= kStripRows) {
+            add(values);
+            return;
+        }
         const float** converted = at_least(pointers_of_thread<float>(), kKeyBlock);
         for (int64_t j = 0; j < count; ++j) {
-            for (int64_t d = 0; d < dim_; d += 16) store16(block + j * dim_ + d, load16(rows[j] + d));
-            converted[j] = block + j * dim_;
+            for (int64_t d = 0; d < dim_; d += 16) store16(work.values_block + j * dim_ + d, load16(values[j] + d));
+            converted[j] = work.values_block + j * dim_;
         }
-        return converted;
-    }
-
-    const float* const* key_rows(const float* keys_t) const {
-        const float** rows = at_least(key_pointers_of_thread(), dim_);
-        for (int64_t d = 0; d < dim_; ++d) rows[d] = keys_t + d * kKeyBlock;
-        return rows;
-    }
-
-    static std::vector<const float*>& key_pointers_of_thread() {
-        thread_local std::vector<const float*> memory;
-        return memory;
+        add(converted);
     }
 
     const AttendArgs& a_;
     const int64_t group_, dim_;
-    T* const pool_;
+    const Pages<T> pages_;
     float* const partials_;
     const bool tiled_;  // the products go to matrix units
 };

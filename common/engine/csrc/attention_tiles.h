@@ -37,82 +37,73 @@ struct Ahead {
     const bf16* const* rows;
     int64_t count;
 
-    void fetch(int64_t row, int64_t dim) const {
-        if (row >= count) return;
-        for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[row] + d);
+    void fetch(int64_t first, int64_t last, int64_t dim) const {
+        for (int64_t row = first; row < last && row < count; ++row)
+            for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[row] + d);
     }
 };
 
-// K of `count` keys as right factors of scores: for each 16 keys and each 32 dimensions one tile, [pairs of
-// dimensions][keys][2]. Keys up to the next multiple of 16 are zero.
-inline void pack_keys(const bf16* const* keys, int64_t count, int64_t dim, bf16* to, const Ahead& ahead) {
-    for (int64_t j = 0; j < count; j += kTileRows) {
-        for (int64_t i = 0; i < kTileRows; ++i) ahead.fetch(j + i, dim);
-        for (int64_t d = 0; d < dim; d += 2 * kTilePairs, to += kTileElements) {
-            f32x16 tile[16];  // pairs, moved as if they were floats
-            for (int64_t i = 0; i < kTileRows; ++i) {
-                tile[i] = f32x16{};
-                if (j + i < count) std::memcpy(&tile[i], keys[j + i] + d, sizeof tile[i]);
-            }
-            transpose16(tile);
-            std::memcpy(to, tile, sizeof tile);
-        }
-    }
+// Two rows of 32 numbers as 32 pairs.
+inline void interleave(const bf16* even, const bf16* odd, bf16* first, bf16* second) {
+    u16x32 rows[2], pairs[2];
+    std::memcpy(&rows[0], even, sizeof rows[0]);
+    std::memcpy(&rows[1], odd, sizeof rows[1]);
+#if defined(__clang__)
+    for (int i = 0; i < 64; ++i) pairs[i / 32][i % 32] = rows[i % 2][i / 2];
+#else
+    u16x32 from[2];
+    for (int i = 0; i < 64; ++i) from[i / 32][i % 32] = i / 2 + i % 2 * 32;
+    for (int half = 0; half < 2; ++half) pairs[half] = __builtin_shuffle(rows[0], rows[1], from[half]);
+#endif
+    std::memcpy(first, &pairs[0], sizeof pairs[0]);
+    std::memcpy(second, &pairs[1], sizeof pairs[1]);
 }
 
 // V of keys [first, count) as right factors: for each 32 keys and each 16 dimensions one tile, [pairs of
 // keys][dimensions][2]. All other keys, up to the next multiple of 32, are zero.
 inline void pack_values(const bf16* const* values, int64_t first, int64_t count, int64_t dim, bf16* to,
                         const Ahead& ahead) {
-    alignas(64) static const bf16 zeros[2 * kTilePairs] = {};
-    const auto wide = [](const bf16* from) {
-        u16x16 half;
-        std::memcpy(&half, from, sizeof half);
-        return __builtin_convertvector(half, u32x16);
-    };
+    alignas(64) static const bf16 zeros[2 * kTileRows] = {};
     const auto row = [&](int64_t key) { return key >= first && key < count ? values[key] : nullptr; };
-    const int64_t tiles = dim / kTileRows;
-    for (int64_t j = 0; j < count; j += 2 * kTilePairs, to += tiles * kTileElements)
+    const int64_t step = dim / kTileRows * kTileElements;
+    for (int64_t j = 0; j < count; j += 2 * kTilePairs, to += step)
         for (int64_t pair = 0; pair < kTilePairs; ++pair) {
             const bf16 *even = row(j + 2 * pair), *odd = row(j + 2 * pair + 1);
             bf16* place = to + pair * 2 * kTilePairs;
-            ahead.fetch(j + 2 * pair, dim);
-            ahead.fetch(j + 2 * pair + 1, dim);
-            for (int64_t d = 0; d < dim; d += kTileRows, place += kTileElements) {
-                const u32x16 both = wide(even ? even + d : zeros) | (wide(odd ? odd + d : zeros) << 16);
-                std::memcpy(place, &both, sizeof both);
-            }
+            ahead.fetch(2 * j + 4 * pair, 2 * j + 4 * (pair + 1), dim);
+            for (int64_t d = 0; d < dim; d += 2 * kTileRows, place += 2 * kTileElements)
+                interleave(even ? even + d : zeros, odd ? odd + d : zeros, place, place + kTileElements);
         }
 }
 
 #ifdef __AMX_BF16__
 
-// scores [16][keys] (rows `stride` apart) of 16 queries [16][dim] and packed keys; `keys` is a multiple of 16.
-inline void score_tiles(const bf16* query, int64_t dim, const bf16* packed, int64_t keys, float* scores,
+// scores [16][16 * count] (rows `stride` apart) of 16 queries [16][dim] and `count` panels of keys (pages.h), each of
+// which is a row of tiles.
+inline void score_tiles(const bf16* query, int64_t dim, const bf16* const* panels, int64_t count, float* scores,
                         int64_t stride) {
-    const int64_t column = dim / (2 * kTilePairs) * kTileElements;  // what 16 keys take
     int64_t j = 0;
-    for (; j + 2 * kTileRows <= keys; j += 2 * kTileRows, packed += 2 * column) {
+    for (; j + 2 <= count; j += 2) {
         _tile_zero(0);
         _tile_zero(1);
-        for (int64_t d = 0, at = 0; d < dim; d += 2 * kTilePairs, at += kTileElements) {
+        for (int64_t d = 0; d < dim; d += 2 * kTilePairs) {
             _tile_loadd(4, query + d, dim * 2);
-            _tile_loadd(5, packed + at, 64);
+            _tile_loadd(5, panels[j] + d * kTileRows, 64);
             _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, packed + column + at, 64);
+            _tile_loadd(6, panels[j + 1] + d * kTileRows, 64);
             _tile_dpbf16ps(1, 4, 6);
         }
-        _tile_stored(0, scores + j, stride * 4);
-        _tile_stored(1, scores + j + kTileRows, stride * 4);
+        _tile_stored(0, scores + j * kTileRows, stride * 4);
+        _tile_stored(1, scores + (j + 1) * kTileRows, stride * 4);
     }
-    if (j == keys) return;
+    if (j == count) return;
     _tile_zero(0);
-    for (int64_t d = 0; d < dim; d += 2 * kTilePairs, packed += kTileElements) {
+    for (int64_t d = 0; d < dim; d += 2 * kTilePairs) {
         _tile_loadd(4, query + d, dim * 2);
-        _tile_loadd(5, packed, 64);
+        _tile_loadd(5, panels[j] + d * kTileRows, 64);
         _tile_dpbf16ps(0, 4, 5);
     }
-    _tile_stored(0, scores + j, stride * 4);
+    _tile_stored(0, scores + j * kTileRows, stride * 4);
 }
 
 // sums [16][dim] += weights [16][keys] (rows `stride` apart) times packed values; `keys` is a multiple of 32.
@@ -137,7 +128,7 @@ inline void value_tiles(const bf16* weights, int64_t stride, const bf16* packed,
 
 #else
 
-inline void score_tiles(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t) {}
+inline void score_tiles(const bf16*, int64_t, const bf16* const*, int64_t, float*, int64_t) {}
 inline void value_tiles(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t) {}
 
 #endif

@@ -42,7 +42,7 @@ struct LayerArgs {
     Weight query, key, value, output, gate, up, down;
     RowNorm before_attention, of_query, of_key, after_attention, before_mlp, after_mlp;
     const float *cosines, *sines;  // [positions][head_dim / 2]
-    void* pool;  // [pages][pool_layers][2][kv_heads][page_size][head_dim]
+    void* pool;  // pages.h
     int64_t pool_layers, pool_layer;
     int64_t table;  // of StepArgs
     int64_t window;  // 0: none
@@ -51,6 +51,7 @@ struct LayerArgs {
 
 struct ModelArgs {
     int64_t is_bf16, num_layers, hidden, inner, q_heads, kv_heads, head_dim, vocabulary, page_size;
+    int64_t page_layout;  // PageLayout
     int64_t gelu;  // 0: SiLU
     const LayerArgs* layers;
     const void* embedding;  // [vocabulary][hidden]
@@ -191,7 +192,7 @@ class Forward {
     AttendArgs attend_args(const LayerArgs& layer) const {
         const TableArgs& table = s_.tables[layer.table];
         AttendArgs args = {};
-        args.pool = layer.pool;
+        args.pool = layer.pool, args.page_layout = m_.page_layout;
         args.num_layers = layer.pool_layers, args.layer = layer.pool_layer;
         args.kv_heads = m_.kv_heads, args.q_heads = m_.q_heads, args.head_dim = m_.head_dim;
         args.page_size = m_.page_size;
@@ -233,7 +234,8 @@ class Forward {
         for (int64_t number = 0; number < m_.num_layers; ++number) {
             const LayerArgs& layer = m_.layers[number];
             const bool last = number + 1 == m_.num_layers;
-            phase(kProjections, head_items(), [&](int64_t i) { heads(layer, i); });
+            const Pages<T> pages = attend_args_[number].template pages<T>();
+            phase(kProjections, head_items(), [&](int64_t i) { heads(layer, pages, i); });
             if (caller && s_.reports && s_.reports[number]) s_.report(s_.reports[number]);
             if (last && s_.num_asked == 0) return;
             const AttentionPlan& plan = plans_[plan_of_[number]];
@@ -288,7 +290,7 @@ class Forward {
         return (m_.q_heads + 2 * m_.kv_heads) * divided_up(s_.num_tokens, head_rows());
     }
 
-    void heads(const LayerArgs& layer, int64_t item) const {
+    void heads(const LayerArgs& layer, const Pages<T>& pages, int64_t item) const {
         const int64_t all = m_.q_heads + 2 * m_.kv_heads, dim = m_.head_dim;
         const int64_t row = item / all * head_rows(), rows = std::min(head_rows(), s_.num_tokens - row);
         int64_t head = item % all, kind = 0;  // 0, 1, 2: Q, K, V
@@ -306,16 +308,13 @@ class Forward {
                 const int64_t at = s_.positions[token] * (dim / 2);
                 rotate(values, dim, layer.cosines + at, layer.sines + at);
             }
-            T* to = kind == 0 ? w_.query + (token * m_.q_heads + head) * dim : place_in_pool(layer, token, kind - 1, head);
+            if (kind > 0) {
+                pages.write(s_.tables[layer.table].slots[token], kind - 1, head, values);
+                continue;
+            }
+            T* to = w_.query + (token * m_.q_heads + head) * dim;
             for (int64_t d = 0; d < dim; d += 16) store16(to + d, load16(values + d));
         }
-    }
-
-    T* place_in_pool(const LayerArgs& layer, int64_t token, int64_t kind, int64_t head) const {
-        const int64_t slot = s_.tables[layer.table].slots[token], page = slot / m_.page_size;
-        const int64_t plane = (page * layer.pool_layers + layer.pool_layer) * 2 + kind;
-        const int64_t row = (plane * m_.kv_heads + head) * m_.page_size + slot % m_.page_size;
-        return static_cast<T*>(layer.pool) + row * m_.head_dim;
     }
 
     // ---- Products.

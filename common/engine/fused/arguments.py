@@ -42,7 +42,7 @@ class ModelArgs(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("is_bf16", "num_layers", "hidden", "inner", "q_heads", "kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("vocabulary", "page_size", "gelu")),
+        *((name, c_int64) for name in ("vocabulary", "page_size", "page_layout", "gelu")),
         ("layers", ctypes.POINTER(LayerArgs)),
         ("embedding", c_void_p),
         ("embedding_scale", c_double),

@@ -72,13 +72,14 @@ def _fused(subject: Subject) -> FusedForward:
     asked = np.arange(batch.num_tokens)
     modules = ModuleForward(subject.model, subject.backends.attention, _pools_for(batch, pools))
     expected = modules.run(batch, asked, {}, tell_nobody)
-    found = FusedForward(decoder, kernels, _pools_for(batch, pools)).run(batch, asked, {}, tell_nobody)
+    layout = subject.backends.attention.page_layout
+    found = FusedForward(decoder, kernels, _pools_for(batch, pools), layout).run(batch, asked, {}, tell_nobody)
     assert expected is not None
     assert found is not None
     error = float((expected.float() - found).norm() / expected.float().norm())
     if not error <= _TOLERANCE[decoder.dtype]:
         raise NotUnderstoodError(f"the paths differ by {error:.2g} of the logits")
-    return FusedForward(decoder, kernels, pools)
+    return FusedForward(decoder, kernels, pools, layout)
 
 
 def _trial(pools: Sequence[PoolLayers], vocabulary: int) -> Batch:

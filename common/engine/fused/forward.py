@@ -26,10 +26,11 @@ from baton.common.engine.fused.arguments import (
     Weight,
 )
 from baton.common.engine.fused.decoder import Decoder, DecoderLayer, NotUnderstoodError
-from baton.common.engine.kernels import Kernels
+from baton.common.engine.kernels import LAYOUTS, Kernels
 from baton.common.engine.linears import CompiledLinear
 from baton.common.engine.pointwise import CompiledRmsNorm
 from baton.common.engine.pool_layers import PoolLayers
+from baton.common.kv.page_layout import PageLayout
 from baton.common.memory import system_memory
 
 LARGEST_KEPT_BYTES = 1 << 28
@@ -40,7 +41,9 @@ _FIRST_POSITIONS = 1024
 class FusedForward:
     """Of one decoder over its pools."""
 
-    def __init__(self, decoder: Decoder, kernels: Kernels, pools: Sequence[PoolLayers]) -> None:
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, pools: Sequence[PoolLayers], page_layout: PageLayout
+    ) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._pools = pools  # kept alive: the arguments hold addresses
@@ -52,7 +55,7 @@ class FusedForward:
                 args = self._layers[number]
                 args.pool, args.table = of_pool.pool.data_ptr(), table
                 args.pool_layers, args.pool_layer = len(of_pool.layers), place
-        self._model = self._model_args(decoder)
+        self._model = self._model_args(decoder, page_layout)
         self._angles: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._positions = 0
         self._hold_angles(_FIRST_POSITIONS)
@@ -63,7 +66,7 @@ class FusedForward:
         """Seconds that each part of all steps so far has taken together."""
         return {field[0]: getattr(self._part_ns, field[0]) / 1e9 for field in PartTimes._fields_}
 
-    def _model_args(self, decoder: Decoder) -> ModelArgs:
+    def _model_args(self, decoder: Decoder, page_layout: PageLayout) -> ModelArgs:
         pool, first = self._pools[0].pool, decoder.layers[0]
         _, _, _, kv_heads, page_size, head_dim = pool.shape
         return ModelArgs(
@@ -76,6 +79,7 @@ class FusedForward:
             head_dim=head_dim,
             vocabulary=decoder.head.out_features,
             page_size=page_size,
+            page_layout=LAYOUTS.index(page_layout),
             gelu=decoder.gelu,
             layers=self._layers,
             embedding=decoder.embedding.data_ptr(),
