@@ -97,7 +97,7 @@ class TorchPagedAttention:
         pages, offsets = plan.slots // page_size, plan.slots % page_size
         pool[pages, layer, 0, :, offsets] = key
         pool[pages, layer, 1, :, offsets] = value
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend_long_rows(query, pool, layer, self.page_layout, plan, params, 0, out)
         return out
 
@@ -151,12 +151,13 @@ def _first_visible(position: int, params: AttentionParams) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _visible(q_len: int, kv_len: int, window: int) -> torch.Tensor:
+def _visible(q_len: int, kv_len: int, window: int, device: torch.device) -> torch.Tensor:
     """bool [q_len, kv_len] for queries at the last positions. The same for all layers of a step, hence the cache."""
-    position = torch.arange(kv_len - q_len, kv_len)[:, None]
-    visible = torch.arange(kv_len)[None, :] <= position
+    position = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    key = torch.arange(kv_len, device=device)[None, :]
+    visible = key <= position
     if window:
-        visible &= torch.arange(kv_len)[None, :] > position - window
+        visible &= key > position - window
     return visible
 
 
@@ -165,11 +166,11 @@ def _attend_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, p
     q_len, kv_len = query.shape[1], keys.shape[1]
     if not params.softcap and params.sinks is None:
         square = q_len == kv_len and not params.window
-        mask = None if square else _visible(q_len, kv_len, params.window)
+        mask = None if square else _visible(q_len, kv_len, params.window, query.device)
         return F.scaled_dot_product_attention(
             query[None], keys[None], values[None], mask, is_causal=square, scale=params.scale, enable_gqa=True
         )[0]
-    visible = _visible(q_len, kv_len, params.window)
+    visible = _visible(q_len, kv_len, params.window, query.device)
     groups = query.shape[0] // keys.shape[0]
     scores = query.float() @ keys.float().repeat_interleave(groups, 0).transpose(1, 2) * params.scale
     if params.softcap:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
+from attention_rig import make_plan, shuffled_pages
 
 from baton.common.engine.backends import choose_backends
 from baton.common.engine.kernels import CompiledPagedAttention, Kernels, load_kernels
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, TorchPagedAttention, reorder_keys
+from baton.common.engine.paged_attention import AttentionParams, TorchPagedAttention, reorder_keys
 from baton.common.errors import ConfigError
 from baton.common.kv.page_layout import PageLayout
 from baton.common.memory import system_memory
@@ -45,23 +44,6 @@ def in_panels(pool: torch.Tensor) -> torch.Tensor:
     for layer in range(pool.shape[1]):
         reorder_keys(found[:, layer], PageLayout.CANONICAL, PageLayout.PANELS)
     return found
-
-
-def make_plan(rows: tuple[tuple[int, int], ...], page_size: int, pages: Iterator[int]) -> AttentionPlan:
-    held = [np.array([next(pages) for _ in range(-(-kv // page_size))], np.int64) for _, kv in rows]
-    positions = [np.arange(kv - q, kv) for q, kv in rows]
-    slots = [p[at // page_size] * page_size + at % page_size for p, at in zip(held, positions, strict=True)]
-    return AttentionPlan(
-        slots=torch.from_numpy(np.concatenate(slots)),
-        q_offsets=torch.tensor(np.cumsum([0, *(q for q, _ in rows)]), dtype=torch.int32),
-        kv_lens=torch.tensor([kv for _, kv in rows], dtype=torch.int32),
-        page_offsets=torch.tensor(np.cumsum([0, *(len(p) for p in held)]), dtype=torch.int32),
-        page_ids=torch.from_numpy(np.concatenate(held).astype(np.int32)),
-    )
-
-
-def shuffled_pages(count: int) -> Iterator[int]:
-    return iter((np.random.default_rng(1).permutation(count - 1) + 1).tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
