@@ -28,6 +28,27 @@ ATTENTION_NAME = "baton_paged"
 
 
 @dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step's arrays where the model is. `plans` are of the pools, in their order."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    asked: torch.Tensor  # int64: of the tokens
+    plans: tuple[AttentionPlan, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, asked: I64) -> StepTensors:
+        """On the host, sharing memory with the batch."""
+        tables = (batch.main,) if batch.swa is None else (batch.main, batch.swa)
+        return cls(
+            torch.from_numpy(batch.input_ids),
+            torch.from_numpy(batch.positions),
+            torch.from_numpy(asked),
+            tuple(AttentionPlan.of(batch, table) for table in tables),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where an attention layer has its K and V in this step: the pool of its group, and its place within the group."""
 
@@ -69,33 +90,44 @@ class ModuleForward:
         """Writes the step's keys and values; returns the logits [asked, vocabulary] after the tokens `asked`, None when
         there are none. With `cache` the rows are a batch of rows of one token each, or one row. `seen` gets what each
         layer asked for."""
-        context = StepContext(self._places(batch), self._attention, [] if seen is None else seen, reports, on_layers)
-        shape = (batch.num_rows, -1) if cache is not None else (1, -1)
+        rows = batch.num_rows if cache is not None else 1
+        return self.compute(StepTensors.of(batch, asked), reports, on_layers, cache, seen, rows)
+
+    def compute(
+        self,
+        step: StepTensors,
+        reports: Mapping[int, int],
+        on_layers: OnLayers,
+        cache: SlotCache | None = None,
+        seen: list[tuple[int, AttentionParams]] | None = None,
+        rows: int = 1,
+    ) -> torch.Tensor | None:
+        """The same of tensors that lie where the model does; as a batch of `rows` of equal lengths."""
+        context = StepContext(self._places(step), self._attention, [] if seen is None else seen, reports, on_layers)
         # Where nothing is asked the head (a third of a small model) is not computed.
-        run = self._model if len(asked) else self._model.base_model
+        run = self._model if len(step.asked) else self._model.base_model
         keywords: dict[str, object] = {} if cache is None else {"cache": cache}
-        if len(asked) and shape[0] == 1:
-            keywords["logits_to_keep"] = torch.from_numpy(asked)
+        if len(step.asked) and rows == 1:
+            keywords["logits_to_keep"] = step.asked
         with torch.inference_mode():
             output = run(
-                input_ids=torch.from_numpy(batch.input_ids).view(shape),
-                position_ids=torch.from_numpy(batch.positions).view(shape),
+                input_ids=step.input_ids.view(rows, -1),
+                position_ids=step.positions.view(rows, -1),
                 use_cache=False,
                 paged=context,
                 **keywords,
             )
         if cache is not None:
             cache.store()
-        if not len(asked):
+        if not len(step.asked):
             return None
         logits: torch.Tensor = output.logits
-        return logits[0] if shape[0] == 1 else logits[torch.from_numpy(asked), 0]
+        return logits[0] if rows == 1 else logits[step.asked, 0]
 
-    def _places(self, batch: Batch) -> dict[int, LayerPlace]:
+    def _places(self, step: StepTensors) -> dict[int, LayerPlace]:
+        assert len(step.plans) >= len(self._pools), "this model's sliding layers have a pool of their own"
         places: dict[int, LayerPlace] = {}
-        for table, of_pool in zip((batch.main, batch.swa), self._pools, strict=False):
-            assert table is not None, "this model's sliding layers have a pool of their own"
-            plan = AttentionPlan.of(batch, table)
+        for plan, of_pool in zip(step.plans, self._pools, strict=False):
             places |= {layer: LayerPlace(of_pool.pool, i, plan) for i, layer in enumerate(of_pool.layers)}
         return places
 

@@ -23,19 +23,18 @@ from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import (
     I64,
     Batch,
-    BatchRow,
     History,
     KvBuffer,
     KvMemory,
     OnLayers,
     StepResult,
     Ticket,
-    pack_batch,
     tell_nobody,
 )
 from baton.common.engine.fused.choice import PathChoice, Subject, choose_path
 from baton.common.engine.gated_mlp import replace_gated_mlps
 from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
+from baton.common.engine.layer_check import check_layers, null_step
 from baton.common.engine.linears import WeightPlace, in_own_memory, pack_linears
 from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.packing import take_rows
@@ -47,6 +46,7 @@ from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
 from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
+from baton.common.engine.step_places import histories_of, last_tokens, scored_rows, scored_tokens
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.page_layout import LayoutChoice
@@ -54,7 +54,6 @@ from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.model.cache import Progress, silent
 from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info, weights_key
-from baton.common.model.spec import FIELD
 from baton.common.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
@@ -204,13 +203,14 @@ class TorchRunner:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
         sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-        asked = np.concatenate((_last_tokens(batch, sampled), *(_scored_tokens(batch, row) for row in _scored(batch))))
+        scored = [scored_tokens(batch, row) for row in scored_rows(batch)]
+        asked = np.concatenate((last_tokens(batch, sampled), *scored))
         logits = self._compute(batch, asked, on_layers)
         scores: dict[int, PromptLogprobs] = {}
         if logits is not None:
             at = len(sampled)
             with torch.inference_mode():
-                for row in _scored(batch):
+                for row in scored_rows(batch):
                     scoring = batch.scorings[batch.keys[row]]
                     scores[batch.keys[row]] = score(logits[at : at + len(scoring.targets)], scoring)
                     at += len(scoring.targets)
@@ -226,7 +226,7 @@ class TorchRunner:
         if ticket.logits is not None:
             params = [_wanted(batch.sampling[row]) for row in ticket.sampled_rows]
             indices = [batch.output_indices[row] for row in ticket.sampled_rows]
-            histories = _histories(batch, ticket.sampled_rows)
+            histories = histories_of(batch, ticket.sampled_rows)
             penalized = {place: history for place, history in histories.items() if params[place].penalizes}
             with torch.inference_mode():
                 chosen, scores = sample(ticket.logits, params, indices, penalized, self._masks(ticket, histories))
@@ -248,7 +248,7 @@ class TorchRunner:
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
         """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""
-        logits = self._compute(batch, _last_tokens(batch, rows), tell_nobody)
+        logits = self._compute(batch, last_tokens(batch, rows), tell_nobody)
         assert logits is not None
         return logits
 
@@ -303,57 +303,13 @@ class TorchRunner:
         return {layers[count - 1]: count for count in batch.report_after}
 
     def _check_layers(self) -> list[AttentionParams]:
-        """One token through the null page and slot of the generic path: every layer must come to our attention or to
-        its state once, in order, with the window and the shapes that its pool was made for. What each asked of our
-        attention. Also pays what the first step would pay."""
-        layout, info = self.memory.layout, self.info
-        null = np.zeros(1, np.int32)
-        row = BatchRow(
-            0, null, 1, null[: len(layout.paged)], SamplingParams(), 0, null if len(layout.paged) > 1 else None
-        )
-        batch = pack_batch([row], layout.page_size)
-        if layout.state:
-            batch = structs.replace(batch, state_slots=null)
-        cache, seen = self._slot_cache(batch), list[tuple[int, AttentionParams]]()
+        """Of the generic path. What each layer asked of our attention. Also pays what the first step would pay."""
+        batch, seen = null_step(self.memory.layout), list[tuple[int, AttentionParams]]()
+        cache = self._slot_cache(batch)
         logits = self._modules.run(batch, np.zeros(1, np.int64), {}, tell_nobody, cache, seen)
-        attended = [(layer, one.window if one.window < info.max_positions else 0) for layer, one in seen]
-        expected = [(layer, info.groups.window * (layer in info.groups.sliding)) for layer in info.groups.attention]
-        recurrent = () if cache is None else cache.layers_seen
-        if attended != expected or recurrent != info.groups.recurrent:
-            reason = f"architecture {info.architecture} does not attend as its configuration says"
-            raise ConfigError(FIELD, info.name, reason, f"(layer, window) {attended}, recurrent {recurrent}")
-        if logits is None or logits.shape != (1, self.vocab_size):
-            raise ConfigError(FIELD, info.name, f"architecture {info.architecture} gives no logits of its vocabulary")
-        return [params for _, params in seen]
-
-
-def _last_tokens(batch: Batch, rows: tuple[int, ...]) -> I64:
-    """Of these rows, as places among the step's tokens."""
-    last: I64 = batch.q_offsets[1:][list(rows)].astype(np.int64) - 1
-    return last
-
-
-def _scored(batch: Batch) -> list[int]:
-    """The rows that have something to score."""
-    if not batch.scorings:
-        return []
-    found = [(row, batch.scorings.get(key)) for row, key in enumerate(batch.keys)]
-    return [row for row, scoring in found if scoring is not None and len(scoring.targets)]
-
-
-def _scored_tokens(batch: Batch, row: int) -> I64:
-    first = int(batch.q_offsets[row])
-    return np.arange(first, first + len(batch.scorings[batch.keys[row]].targets))
+        return check_layers(self.info, seen, () if cache is None else cache.layers_seen, logits)
 
 
 def _wanted(params: SamplingParams | None) -> SamplingParams:
     assert params is not None
     return params
-
-
-def _histories(batch: Batch, rows: tuple[int, ...]) -> dict[int, History]:
-    """By place among `rows`."""
-    if not batch.histories:
-        return {}
-    keys = [batch.keys[row] for row in rows]
-    return {place: batch.histories[key] for place, key in enumerate(keys) if key in batch.histories}

@@ -47,7 +47,9 @@ class TorchKvBuffer:
         dtype: Literal["float32", "bfloat16"],
         page_layout: PageLayout = PageLayout.CANONICAL,
         shared: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where the pool lies, if not in host memory; then nobody can map it."""
         assert num_pages > 1, "page 0 is the null page: a pool needs at least one more"
         self.num_pages = num_pages
         self.page_size = page_size
@@ -55,13 +57,22 @@ class TorchKvBuffer:
         self.page_layout = page_layout
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
-        memory, self.block = _zeroed(math.prod(shape) * kind.itemsize, shared)
+        nbytes = math.prod(shape) * kind.itemsize
+        if device is None:
+            memory, self.block = _zeroed(nbytes, shared)
+        else:
+            memory, self.block = torch.zeros(nbytes, dtype=torch.uint8, device=device), None
         self.pool = memory.view(kind).view(shape)
         self.page_bytes = self.pool[0].numel() * self.pool.element_size()
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
-        bytes_view: npt.NDArray[np.uint8] = self.pool.view(self.num_pages, -1).view(torch.uint8).numpy()
+        """Only of host memory: torch raises TypeError for a pool on a device."""
+        bytes_view: npt.NDArray[np.uint8] = self.units().numpy()
         return bytes_view
+
+    def units(self) -> torch.Tensor:
+        """uint8 [num_pages, page_bytes], wherever the pool lies; a view."""
+        return self.pool.view(self.num_pages, -1).view(torch.uint8)
 
     def fingerprint(self) -> dict[str, str]:
         _, layers, _, heads, _, head_dim = self.pool.shape

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from baton.common.engine.batch import Batch, BatchRow, KvMemory, Scoring, pack_batch
+from baton.common.engine.gpu.runner import DeviceRunner, DeviceTicket
 from baton.common.engine.torch_runner import TorchRunner, TorchTicket
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import SamplingParams
@@ -68,7 +69,7 @@ class Pages:
 class Pools:
     """All pools of a runner's memory."""
 
-    def __init__(self, runner: TorchRunner, rng: random.Random) -> None:
+    def __init__(self, runner: TorchRunner | DeviceRunner, rng: random.Random) -> None:
         self.memory = runner.memory
         self.of = {component: Pages(runner.memory, component, rng) for component in runner.memory.layout.components}
 
@@ -144,12 +145,12 @@ class Sequence:
             self.held[component] = moved
 
 
-def run_step(runner: TorchRunner, pools: Pools, sequences: list[Sequence], chunks: list[int]) -> None:
+def run_step(runner: TorchRunner | DeviceRunner, pools: Pools, sequences: list[Sequence], chunks: list[int]) -> None:
     """One step of these sequences: at most so many tokens of each."""
     fresh = [sequence for sequence in sequences if not sequence.computed]
     rows = [sequence.row(chunk, pools) for sequence, chunk in zip(sequences, chunks, strict=True)]
     ticket = runner.launch(pack_step(rows, runner.memory.layout, [sequence.held for sequence in fresh]))
-    assert isinstance(ticket, TorchTicket)
+    assert isinstance(ticket, TorchTicket | DeviceTicket)
     result = runner.collect(ticket)
     assert result.keys == tuple(row.key for row in rows)
     logits = iter(() if ticket.logits is None else ticket.logits)
@@ -171,7 +172,7 @@ def pack_step(rows: list[BatchRow], layout: KvLayout, fresh: list[dict[Component
 
 
 def run_mixed(
-    runner: TorchRunner,
+    runner: TorchRunner | DeviceRunner,
     sequences: list[Sequence],
     *,
     max_rows: int,

@@ -9,6 +9,7 @@ from baton.common.engine.paged_attention import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan(AttentionPlan):
-    """`host` is for those who decide there how a kernel is launched; its `page_ids` may be longer."""
+    """`host` is for those who decide there how a kernel is launched. In a graph's steps `page_ids` is longer than what
+    the offsets speak of."""
 
     host: AttentionPlan

@@ -1,0 +1,35 @@
+"""Where in a step those tokens are whose logits somebody wants. Pure functions of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.common.engine.batch import I64, Batch, History
+
+
+def last_tokens(batch: Batch, rows: tuple[int, ...]) -> I64:
+    """Of these rows, as places among the step's tokens."""
+    last: I64 = batch.q_offsets[1:][list(rows)].astype(np.int64) - 1
+    return last
+
+
+def scored_rows(batch: Batch) -> list[int]:
+    """The rows that have something to score."""
+    if not batch.scorings:
+        return []
+    found = [(row, batch.scorings.get(key)) for row, key in enumerate(batch.keys)]
+    return [row for row, scoring in found if scoring is not None and len(scoring.targets)]
+
+
+def scored_tokens(batch: Batch, row: int) -> I64:
+    """Of one of them, as places among the step's tokens."""
+    first = int(batch.q_offsets[row])
+    return np.arange(first, first + len(batch.scorings[batch.keys[row]].targets))
+
+
+def histories_of(batch: Batch, rows: tuple[int, ...]) -> dict[int, History]:
+    """By place among `rows`."""
+    if not batch.histories:
+        return {}
+    keys = [batch.keys[row] for row in rows]
+    return {place: batch.histories[key] for place, key in enumerate(keys) if key in batch.histories}
