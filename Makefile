@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check docs setup sim sim-large soak upgrade-soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway bench-routing clean
+.PHONY: demo test check docs setup sim sim-large soak upgrade-soak chaos parity fuzz fuzz-frames helm manifests ray-up references sessions bench bench-transfer bench-late-write bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway bench-routing gpu-check clean
 
 setup: $(READY)
 
@@ -114,6 +114,12 @@ sessions: $(READY)
 # What `transformers` generates, stored for the tests; about 20 minutes.
 references: $(READY)
 	$(BIN)/python tests/data/references/make_references.py
+
+# On one GPU, less than ten minutes: what computes there against plain torch and stored answers, and how fast. Wants a CUDA
+# build of torch and triton where GPU_PYTHON is; without a GPU it says so and ends with 3 (docs/GPU.md).
+GPU_PYTHON ?= $(BIN)/python
+gpu-check: $(READY)
+	$(GPU_PYTHON) -m benchmarks.gpu_check
 
 # Alone on the machine, or the numbers mean little. Each writes its table under docs/benchmarks.
 bench: bench-transfer bench-engine bench-step bench-pd bench-prefix bench-planner bench-gateway

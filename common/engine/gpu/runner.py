@@ -87,32 +87,35 @@ class DeviceRunner:
         groups, layout = info.layer_groups(), info.layout(page_size)
         self.vocab_size, self.max_positions, self.info = info.vocab_size, info.max_positions, info
         self.guides = guides or Guides(no_vocabulary)
-        buffers = {
-            component: TorchKvBuffer(
-                num_pages=num_pages[component],
-                page_size=page_size,
-                num_layers=len(groups.of(component)),
-                num_kv_heads=info.num_kv_heads,
-                head_dim=info.head_dim,
-                dtype=dtype,
-                device=device.place,
-            )
-            for component in layout.paged
-        }
-        self.memory = KvMemory(layout, buffers)
         self.device = device
-        fix_angles(model, info.max_positions)
-        self.model = model.to(device.place)
-        pools = [PoolLayers(buffer.pool, groups.of(component)) for component, buffer in buffers.items()]
-        self._layers = groups.of(layout.paged[0])
-        self._modules = ModuleForward(self.model, backends.attention, pools)
-        self._staging = StepStaging(device, StepSizes(FIRST_TOKENS, FIRST_TOKENS, FIRST_TOKENS, len(pools)))
-        self._tokens = device.pinned(FIRST_TOKENS, torch.int64)
-        self.graphs: DecodeGraphs | None = None
-        if max_graph_rows and backends.in_graphs is not None:
-            pages = max_graph_rows * (pages_for_tokens(info.max_positions, page_size) + 1)
-            modules = ModuleForward(self.model, backends.in_graphs, pools)
-            self.graphs = DecodeGraphs(device, modules, StepSizes(max_graph_rows, max_graph_rows, pages, len(pools)))
+        with device.stream():  # or its first steps would overtake what is filled on another one
+            buffers = {
+                component: TorchKvBuffer(
+                    num_pages=num_pages[component],
+                    page_size=page_size,
+                    num_layers=len(groups.of(component)),
+                    num_kv_heads=info.num_kv_heads,
+                    head_dim=info.head_dim,
+                    dtype=dtype,
+                    device=device.place,
+                )
+                for component in layout.paged
+            }
+            self.memory = KvMemory(layout, buffers)
+            fix_angles(model, info.max_positions)
+            self.model = model.to(device.place)
+            pools = [PoolLayers(buffer.pool, groups.of(component)) for component, buffer in buffers.items()]
+            self._layers = groups.of(layout.paged[0])
+            self._modules = ModuleForward(self.model, backends.attention, pools)
+            self._staging = StepStaging(device, StepSizes(FIRST_TOKENS, FIRST_TOKENS, FIRST_TOKENS, len(pools)))
+            self._tokens = device.pinned(FIRST_TOKENS, torch.int64)
+            self.graphs: DecodeGraphs | None = None
+            if max_graph_rows and backends.in_graphs is not None:
+                pages = max_graph_rows * (pages_for_tokens(info.max_positions, page_size) + 1)
+                modules = ModuleForward(self.model, backends.in_graphs, pools)
+                self.graphs = DecodeGraphs(
+                    device, modules, StepSizes(max_graph_rows, max_graph_rows, pages, len(pools))
+                )
         self._check_layers()
         with_graphs = "" if self.graphs is None else f", graphs of up to {max_graph_rows} rows"
         self.forward_path = f"generic, on {device.place}, {backends.attention.name}{with_graphs}"

@@ -9,7 +9,7 @@ token, sees nothing but the null page, and writes there: no real page is ever to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from baton.common.engine.module_forward import StepTensors
 from baton.common.engine.paged_attention import AttentionPlan
 
 I32 = npt.NDArray[np.int32]
+IntT = TypeVar("IntT", I32, I64)
 NULL_PAGE: Final = 0
 
 
@@ -118,8 +119,8 @@ class StepStaging:
         return host, device[:count].copy_(host, non_blocking=True)
 
 
-def _padded(array: npt.NDArray[np.int64] | I32, padding: int, value: int) -> npt.NDArray[np.int64] | I32:
-    return np.pad(array, (0, padding), constant_values=value) if padding else array
+def _padded(array: IntT, padding: int, value: int) -> IntT:
+    return np.concatenate((array, np.full(padding, value, array.dtype))) if padding else array
 
 
 def _counted_on(offsets: I32, padding: int) -> I32:
