@@ -1,10 +1,13 @@
-"""Where in a step those tokens are whose logits somebody wants. Pure functions of a batch."""
+"""Where in a step those tokens are whose logits somebody wants, and what their choice depends on. Functions of a batch."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from baton.common.engine.batch import I64, Batch, History
+from baton.common.engine.guiding import Guides, MaskedRow, TokenMask
 
 
 def last_tokens(batch: Batch, rows: tuple[int, ...]) -> I64:
@@ -33,3 +36,16 @@ def histories_of(batch: Batch, rows: tuple[int, ...]) -> dict[int, History]:
         return {}
     keys = [batch.keys[row] for row in rows]
     return {place: batch.histories[key] for place, key in enumerate(keys) if key in batch.histories}
+
+
+def masks_of(
+    guides: Guides, batch: Batch, rows: tuple[int, ...], histories: Mapping[int, History]
+) -> dict[int, TokenMask | None]:
+    """Of the guided ones among `rows`, by place among them; `histories` likewise."""
+    places, asked = list[int](), list[MaskedRow]()
+    for place, history in histories.items():
+        sampling = batch.sampling[rows[place]]
+        if sampling is not None and sampling.grammar is not None:
+            places.append(place)
+            asked.append((batch.keys[rows[place]], sampling.grammar, history.outputs))
+    return dict(zip(places, guides.masks(asked), strict=True))

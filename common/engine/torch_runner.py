@@ -33,7 +33,7 @@ from baton.common.engine.batch import (
 )
 from baton.common.engine.fused.choice import PathChoice, Subject, choose_path
 from baton.common.engine.gated_mlp import replace_gated_mlps
-from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, model_vocabulary, no_vocabulary
+from baton.common.engine.guiding import Guides, model_vocabulary, no_vocabulary
 from baton.common.engine.layer_check import check_layers, null_step
 from baton.common.engine.linears import WeightPlace, in_own_memory, pack_linears
 from baton.common.engine.module_forward import ModuleForward
@@ -46,7 +46,7 @@ from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
 from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
-from baton.common.engine.step_places import histories_of, last_tokens, scored_rows, scored_tokens
+from baton.common.engine.step_places import histories_of, last_tokens, masks_of, scored_rows, scored_tokens
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.page_layout import LayoutChoice
@@ -229,22 +229,11 @@ class TorchRunner:
             histories = histories_of(batch, ticket.sampled_rows)
             penalized = {place: history for place, history in histories.items() if params[place].penalizes}
             with torch.inference_mode():
-                chosen, scores = sample(ticket.logits, params, indices, penalized, self._masks(ticket, histories))
+                chosen, scores = sample(ticket.logits, params, indices, penalized, masks_of(self.guides, batch, ticket.sampled_rows, histories))
             for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started
         return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s, ticket.scores)
-
-    def _masks(self, ticket: TorchTicket, histories: Mapping[int, History]) -> Mapping[int, TokenMask | None]:
-        """Of the guided rows, by place among those that are sampled."""
-        batch, places, rows = ticket.batch, list[int](), list[MaskedRow]()
-        for place, history in histories.items():
-            row = ticket.sampled_rows[place]
-            grammar = _wanted(batch.sampling[row]).grammar
-            if grammar is not None:
-                places.append(place)
-                rows.append((batch.keys[row], grammar, history.outputs))
-        return dict(zip(places, self.guides.masks(rows), strict=True))
 
     def logits(self, batch: Batch, rows: tuple[int, ...]) -> torch.Tensor:
         """Computes the step; its logits after the last token of `rows` [rows, vocabulary], for tests and diagnosis."""

@@ -19,7 +19,8 @@ import torch
 from baton.common.engine.gpu.plan import DevicePlan
 from baton.common.engine.gpu.triton_attention import TritonPagedAttention
 from baton.common.engine.gpu.write_kv import write_kv
-from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttentionfrom baton.common.kv.page_layout import PageLayout
+from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, PagedAttention
+from baton.common.kv.page_layout import PageLayout
 
 WORKSPACE_BYTES: Final = 128 << 20
 """What FlashInfer recommends."""

@@ -24,7 +24,7 @@ from baton.common.engine.gpu.device import EngineDevice, Event
 from baton.common.engine.gpu.graphs import DecodeGraphs
 from baton.common.engine.gpu.sampling import host_arguments, needs_host, sample_on_device
 from baton.common.engine.gpu.staging import StepSizes, StepStaging
-from baton.common.engine.guiding import Guides, MaskedRow, TokenMask, no_vocabulary
+from baton.common.engine.guiding import Guides, no_vocabulary
 from baton.common.engine.layer_check import check_layers, null_step
 from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.paged_attention import AttentionParams
@@ -32,7 +32,7 @@ from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.rotary import fix_angles
 from baton.common.engine.sampling import sample
 from baton.common.engine.scoring import score
-from baton.common.engine.step_places import histories_of, last_tokens, scored_rows, scored_tokens
+from baton.common.engine.step_places import histories_of, last_tokens, masks_of, scored_rows, scored_tokens
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchKvBuffer
@@ -207,13 +207,7 @@ class DeviceRunner:
         params = [_wanted(batch.sampling[row]) for row in rows]
         histories = histories_of(batch, tuple(rows))
         penalized = {place: history for place, history in histories.items() if params[place].penalizes}
-        guided, asked = list[int](), list[MaskedRow]()
-        for place, history in histories.items():
-            grammar = params[place].grammar
-            if grammar is not None:
-                guided.append(place)
-                asked.append((batch.keys[rows[place]], grammar, history.outputs))
-        masks: dict[int, TokenMask | None] = dict(zip(guided, self.guides.masks(asked), strict=True))
+        masks = masks_of(self.guides, batch, tuple(rows), histories)
         with self.device.stream():
             logits = ticket.logits[places].float().cpu()
         indices = [batch.output_indices[row] for row in rows]
