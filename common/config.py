@@ -47,7 +47,10 @@ class ModelConfig(ByName):
     model: str = "smollm2-135m-instruct"
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int | None = None  # None: what the model can, at most what a pool holds
-    attention: Literal["auto", "compiled", "torch"] = "auto"  # auto: compiled when a C++ compiler is there
+    device: Literal["cpu", "cuda"] = "cpu"  # where it computes and keeps pages; cuda: not run yet (docs/GPU.md)
+    # auto: compiled where a C++ compiler is, else torch; on cuda flashinfer, triton or torch, as the worker has them
+    attention: Literal["auto", "compiled", "torch", "triton", "flashinfer"] = "auto"
+    graph_rows: int = 64  # on cuda: decode steps of up to so many rows are CUDA graphs; 0: none are
     forward_path: Literal["fastest", "fused", "generic"] = "fastest"  # fastest: fused for architectures that have it
     thinking_start: str = "<think>"  # the token that begins a reasoning model's thinking
 

@@ -12,6 +12,7 @@ import math
 import re
 
 from baton.common.config import (
+    FAKE_MODEL,
     LANES,
     MAX_PAGES,
     MAX_PRIORITY,
@@ -60,6 +61,7 @@ def validate(config: ClusterConfig) -> None:
         reason = f"must be 1 to {MAX_TCP_STREAMS}"
         raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
     _validate_placement(config)
+    _validate_device(config)
     _validate_tiers(config.kv)
     _validate_autoscale(config)
     if config.decode < 1:
@@ -110,6 +112,23 @@ def _validate_placement(config: ClusterConfig) -> None:
     if config.placement.resources == "role" and config.pin_cores:
         reason = "cores are counted on the machine that launches, and the workers are on others"
         raise ConfigError("pin_cores", True, reason, "pin_cores=false, with placement.cpus")
+
+
+def _validate_device(config: ClusterConfig) -> None:
+    model = config.model
+    if model.device == "cpu":
+        if model.attention in ("triton", "flashinfer"):
+            raise ConfigError("model.attention", model.attention, "computes on a GPU", "model.device=cuda, or auto")
+        return
+    if model.model == FAKE_MODEL:
+        raise ConfigError("model.device", model.device, "the fake model computes on the host", "model.device=cpu")
+    if model.attention == "compiled":
+        raise ConfigError("model.attention", model.attention, "is for CPUs", "auto, with model.device=cuda")
+    if model.forward_path == "fused":
+        raise ConfigError("model.forward_path", model.forward_path, "is for CPUs", "fastest, with model.device=cuda")
+    if config.kv.tiers.named:
+        reason = "tiers copy pages of host memory, and those of this device are not there"
+        raise ConfigError("kv.tiers", model.device, reason, "leave kv.tiers out, or model.device=cpu")
 
 
 def _validate_door(gateway: GatewayConfig) -> None:
@@ -268,6 +287,7 @@ def _lane_caps(transfer: TransferConfig) -> list[tuple[str, float]]:
 def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:
     return [
         ("placement.gpus", config.placement.gpus),
+        ("model.graph_rows", config.model.graph_rows),
         ("prefill_worker.grace_s", config.prefill_worker.grace_s),
         ("prefill_worker.chunk_target_s", config.prefill_worker.chunk_target_s),
         ("decode_worker.chunk_target_s", config.decode_worker.chunk_target_s),

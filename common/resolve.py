@@ -194,6 +194,8 @@ def _decide_lanes(
 def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterConfig, tuple[Decision, ...]]:
     if config.model.attention != "auto" or config.model.model == FAKE_MODEL:
         return config, ()
+    if config.model.device != "cpu":  # a worker's own node says what there is for its GPU, and its log what it took
+        return config, ()
     choice: Literal["compiled", "torch"] = "compiled" if machine.has_compiler else "torch"
     why = "a C++ compiler is here" if machine.has_compiler else "no C++ compiler found"
     model = dataclasses.replace(config.model, attention=choice)

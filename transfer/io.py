@@ -131,7 +131,9 @@ class _HandOffs:
         returns = memory.layout.only_full and config.prefill_worker.kv_return != "off"
         self.receives_from = "prefill" if role == "decode" else "decode" if returns else ""
         stalled_s = config.liveness.dead_after_s + BEHIND_SILENCE_S
-        self.data = DataPlane(config.transfer, memory, built.staged, built.pull, built.direct, stalled_s=stalled_s)
+        self.data = DataPlane(
+            config.transfer, memory, built.staged, built.pull, built.direct, built.copier, stalled_s=stalled_s
+        )
         names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
         pieces = state_pieces_of(memory)
         self.endpoint = Endpoint(

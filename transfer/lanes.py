@@ -12,6 +12,7 @@ from baton.common.ids import Stamp
 from baton.common.log import EventLog
 from baton.transfer.allow_list import PairSecrets
 from baton.transfer.mesh import Mesh
+from baton.transfer.pool_copier import PoolCopier
 from baton.transfer.staging import unit_rows
 from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
 from baton.transfer.transports.local import LocalTransport
@@ -29,6 +30,7 @@ class Lanes:
     staged: tuple[StagedTransport, ...]
     pull: tuple[PullTransport, ...] = ()
     direct: tuple[DirectTransport, ...] = ()
+    copier: PoolCopier | None = None  # of pools that are not host memory
 
 
 LaneFactory = Callable[[Stamp, ClusterConfig, Mesh, KvMemory], Lanes]
@@ -42,6 +44,10 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
     secrets = PairSecrets(mesh.keys, mesh.allow)
     missing: list[str] = []
     for lane in config.transfer.lanes:
+        if memory.on_device and lane in ("local", "tcp"):
+            missing.append(f"{lane}: the pools lie on a device")
+            _log.info("lane_missing", lane=lane, reason="the pools lie on a device")
+            continue
         match lane:
             case "local":
                 pull.append(LocalTransport(memory))
@@ -63,4 +69,9 @@ def build_lanes(stamp: Stamp, config: ClusterConfig, mesh: Mesh, memory: KvMemor
                 raise ConfigError("transfer.lanes", lane, "no such lane")
     if not staged and not pull and not direct:
         raise ConfigError("transfer.lanes", config.transfer.lanes, "; ".join(missing), 'add "zmq": it always works')
-    return Lanes(tuple(staged), tuple(pull), tuple(direct))
+    copier = None
+    if memory.on_device:
+        from baton.transfer.device_pools import cuda_copier  # needs Triton, which workers on CPUs do without
+
+        copier = cuda_copier(memory, config.transfer.region_bytes)
+    return Lanes(tuple(staged), tuple(pull), tuple(direct), copier)

@@ -36,6 +36,8 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
     from baton.common.model.loading import model_info
 
     layout = model_info(config.model.model, progress).layout(config.kv.page_size)
+    if config.model.device != "cpu":
+        return _device_runner(config, layout, progress)
     runner = TorchRunner.load(
         config.model.model,
         dtype=config.model.dtype,
@@ -46,6 +48,23 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         forward_path=config.model.forward_path,
         threads=len(spec.cores) or _threads(config),
         shared=shared,
+        progress=progress,
+    )
+    progress("reading the vocabulary")
+    runner.guides.prepare()
+    return runner
+
+
+def _device_runner(config: ClusterConfig, layout: KvLayout, progress: Callable[[str], None]) -> ModelRunner:
+    from baton.common.engine.gpu.loading import load_on_cuda
+
+    runner = load_on_cuda(
+        config.model.model,
+        dtype=config.model.dtype,
+        num_pages=_with_null(decided_counts(config.kv, layout)),
+        page_size=config.kv.page_size,
+        attention=config.model.attention,
+        graph_rows=config.model.graph_rows,
         progress=progress,
     )
     progress("reading the vocabulary")

@@ -192,13 +192,15 @@ class KvBuffer(Protocol):
 
     `as_bytes()` is a writable uint8 view [num_pages, page_bytes] over the live memory, for gather, scatter and pulls.
     `fingerprint()` names everything that must be equal for two pools to exchange pages byte for byte. `block` is what
-    the memory is the beginning of, where processes of this host can share it; None: they cannot.
+    the memory is the beginning of, where processes of this host can share it; None: they cannot. Of a pool that is
+    `on_device` the host sees no bytes: `as_bytes` raises, and there is no block.
     """
 
     num_pages: int
     page_bytes: int
     layers: int
     page_layout: PageLayout
+    on_device: bool
 
     @property
     def block(self) -> SharedBlock | None: ...
@@ -226,6 +228,11 @@ class KvMemory:
     @property
     def layers(self) -> dict[Component, int]:
         return {component: buffer.layers for component, buffer in self.buffers.items()}
+
+    @property
+    def on_device(self) -> bool:
+        """Any of it."""
+        return any(buffer.on_device for buffer in self.buffers.values())
 
     @property
     def main(self) -> KvBuffer:
@@ -258,7 +265,7 @@ def tell_nobody(layers: int) -> None:
 
 class ModelRunner(Protocol):
     """Computes steps over one worker's KV memory. Implementations: `fake_runner.FakeRunner`,
-    `torch_runner.TorchRunner`.
+    `torch_runner.TorchRunner`, `gpu.runner.DeviceRunner`.
 
     For each count in `Batch.report_after`, in order and before `collect` has returned, the launching thread calls
     `on_layers` with it: from then on the keys and values of so many layers of the main component, of all the step's

@@ -1,4 +1,7 @@
-"""Where in a step those tokens are whose logits somebody wants, and what their choice depends on. Functions of a batch."""
+"""Where in a step those tokens are whose logits somebody wants, and what their choice depends on.
+
+Owns nothing.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from baton.common.engine.backends import AttentionChoice, choose_backends
 from baton.common.engine.batch import (
     I64,
     Batch,
-    History,
     KvBuffer,
     KvMemory,
     OnLayers,
@@ -228,8 +227,9 @@ class TorchRunner:
             indices = [batch.output_indices[row] for row in ticket.sampled_rows]
             histories = histories_of(batch, ticket.sampled_rows)
             penalized = {place: history for place, history in histories.items() if params[place].penalizes}
+            masks = masks_of(self.guides, batch, ticket.sampled_rows, histories)
             with torch.inference_mode():
-                chosen, scores = sample(ticket.logits, params, indices, penalized, masks_of(self.guides, batch, ticket.sampled_rows, histories))
+                chosen, scores = sample(ticket.logits, params, indices, penalized, masks)
             for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started

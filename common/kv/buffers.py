@@ -14,6 +14,7 @@ class NumpyKvBuffer:
     equal stretches. `shared`: other processes may map them, at the price of a descriptor."""
 
     page_layout = PageLayout.CANONICAL
+    on_device = False
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class TorchKvBuffer:
         self.page_size = page_size
         self.layers = num_layers
         self.page_layout = page_layout
+        self.on_device = device is not None
         shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
         kind: torch.dtype = getattr(torch, dtype)
         nbytes = math.prod(shape) * kind.itemsize
@@ -90,6 +91,7 @@ class TorchStateBuffer:
     """`num_slots` counts the null slot 0. Memory is zeroed: a fresh sequence's state is all zeros."""
 
     page_layout = PageLayout.CANONICAL
+    on_device = False
 
     def __init__(
         self,

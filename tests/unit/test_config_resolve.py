@@ -296,3 +296,27 @@ def test_gateways_of_one_machine_take_ports_one_after_the_other() -> None:
         validate(from_mapping(ClusterConfig, {"gateways": 0}))
     with pytest.raises(ConfigError, match="65535 is the last"):
         validate(from_mapping(ClusterConfig, {"gateways": 2, "gateway": {"port": 65535}}))
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"model": {"attention": "triton"}}, "model.attention"),
+        ({"model": {"attention": "flashinfer"}}, "model.attention"),
+        ({"model": {"device": "cuda", "attention": "compiled"}}, "model.attention"),
+        ({"model": {"device": "cuda", "forward_path": "fused"}}, "model.forward_path"),
+        ({"model": {"device": "cuda", "model": "fake"}}, "model.device"),
+        ({"model": {"device": "cuda"}, "kv": {"tiers": {"host_bytes": 1 << 20}}}, "kv.tiers"),
+        ({"model": {"device": "cuda", "graph_rows": -1}}, "model.graph_rows"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(values: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(from_mapping(ClusterConfig, values))
+    assert refused.value.field == field
+
+
+def test_what_attends_on_a_device_is_left_to_its_worker() -> None:
+    layers = [Layer("test", {"model": {"device": "cuda"}})]
+    config = resolve(layers, lambda model: Facts(), FULL).config
+    assert (config.model.attention, config.kv.page_layout) == ("auto", "canonical")
