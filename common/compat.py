@@ -5,7 +5,8 @@ Never: decides what becomes of a process that differs (the controller does).
 
 Two questions, two answers. Can they *talk*? Each speaks the wire versions from `OLDEST_PROTOCOL_VERSION` to
 `PROTOCOL_VERSION`; all processes of a cluster need one in common. Can they *share KV*, and go on with each other's
-answers? Everything else in the fingerprint must agree: where the bytes of a page lie, and which model computed them.
+answers? Everything else in the fingerprint must agree: what the bytes of a page are, and which model computed them. But
+not their order within a layer of a page (`kv.page_layout`): whoever receives pages puts them into its own.
 Those for which it does are a group, and hand-offs and answers that have begun stay within it. To agree is an
 equivalence, so a group needs no memory: its name is a digest of what its members agree on.
 """
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 
 import xxhash
 
+from baton.common.kv.page_layout import PAGE_LAYOUT
 from baton.common.messages import PROTOCOL_VERSION
 
 OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION
@@ -26,7 +28,7 @@ KV_VERSION = 1
 
 WIRE = "wire"
 RELEASE = "release"
-_NOT_COMPARED = frozenset({WIRE, RELEASE})
+_NOT_COMPARED = frozenset({WIRE, RELEASE, PAGE_LAYOUT})
 _RANGE = re.compile(r"(\d{1,6})-(\d{1,6})", re.ASCII)
 NO_GROUP = ""
 """Of processes without KV."""

@@ -87,7 +87,7 @@ class DataPlane:
     ) -> None:
         self._copier = copier or HostCopier(unit_rows(memory))
         assert self._copier.host_pools or not (pull or direct), "lanes without slots need pools in host memory"
-        handler = StagingHandler(self._copier, RegionDigest(config.digest), memory.layers)
+        handler = StagingHandler(self._copier, RegionDigest(config.digest), memory.layers, memory)
         for component in memory.layout.components if staged else ():
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
         self._lanes = PeerLanes(config, staged, direct, pull)

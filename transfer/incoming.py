@@ -157,13 +157,16 @@ class Incoming:
 
     def _place(self, effect: PrepareSink, now: float) -> None:
         """Finds its lane. A lane with slots means to wait in line for some."""
-        match self._lanes.choose(effect.peer, now):
+        chosen = self._lanes.choose(effect.peer, now)
+        if isinstance(chosen, Chosen) and not self._handler.takes(self._lanes.layout_of(effect.peer)):
+            chosen = NoLane("its pages are laid out in a way that cannot be turned into ours")
+        match chosen:
             case NoLane(reason):
                 failure = Failure(code=ErrorCode.NO_WORKER, reason=f"no lane to {effect.peer.worker}: {reason}")
                 lost = not self._lanes.knows(effect.peer)
                 self._forget(effect.key)
                 self._answer(SinkNotPrepared(effect.key, failure, peer_lost=lost))
-            case Chosen(lane) as chosen if lane not in self._lanes.staged:
+            case Chosen(lane) if lane not in self._lanes.staged:
                 self._open(effect, chosen, self._config.credit_regions)
             case Chosen(lane) if effect.key not in self._shares:
                 want = sum(-(-span.units // self._region_units(span.component, lane)) for span in effect.spans)
@@ -187,7 +190,7 @@ class Incoming:
         if chosen.lane not in self._lanes.staged:
             self._shares.close(effect.key)
         del self._waiting[effect.key]
-        self._handler.register_decode_req(effect.key, effect.spans)
+        self._handler.register_decode_req(effect.key, effect.spans, self._lanes.layout_of(effect.peer))
         self._sinks[effect.key] = _Sink(effect.peer, chosen.lane, effect.priority)
         region_units = tuple(self._region_units(span.component, chosen.lane) for span in effect.spans)
         speed = self._lanes.gbps(effect.peer.worker, chosen.lane)

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from baton.common.config import TransferConfig
 from baton.common.ids import Stamp, WorkerId
+from baton.common.kv.page_layout import PageLayout, layout_of
 from baton.common.log import EventLog
 from baton.common.messages import LaneAddress, Member
 from baton.transfer.link import Chosen, CloseLink, LaneView, Links, NoLane, OpenLink, Wait
@@ -57,6 +58,7 @@ class PeerLanes:
         self._caps: dict[str, float] = {lane: gbps for lane, gbps in asdict(config.lane_max_gbps).items() if gbps}
         self._to_measure: list[tuple[Stamp, str]] = []
         self._in_use: dict[Stamp, str] = {}
+        self._layouts: dict[Stamp, PageLayout | None] = {}
         self.version = 0  # another one after every change that a choice of lane may depend on
 
     def addresses(self) -> tuple[LaneAddress, ...]:
@@ -66,6 +68,7 @@ class PeerLanes:
     def set_peers(self, peers: Sequence[Member], now: float) -> None:
         """The processes that this one receives from."""
         self._carry_out(self._links.set_peers([(peer.stamp, peer.lanes) for peer in peers], now))
+        self._layouts = {peer.stamp: layout_of(peer.fingerprint) for peer in peers}
         self.version += 1
         for stamp in [stamp for stamp in self._in_use if not self._links.knows(stamp)]:
             del self._in_use[stamp]
@@ -82,6 +85,10 @@ class PeerLanes:
 
     def is_up(self, peer: Stamp, lane: str) -> bool:
         return self._links.is_up(peer, lane)
+
+    def layout_of(self, peer: Stamp) -> PageLayout | None:
+        """Of the pages of a peer that is known; None: in one that is not known here."""
+        return self._layouts.get(peer)
 
     def knows(self, peer: Stamp) -> bool:
         return self._links.knows(peer)

@@ -7,9 +7,9 @@ page; of a state, one of the equal pieces into which its slot is cut, so that a 
 Rules: a region is a run of units of one segment, at most as many as fit a staging slot. Regions follow one another
 without gap through all segments. The last units of a segment, its *tail*, may travel *by layers*, while the last layers
 are still being computed: part 0 of all of them, then part 1, until the last; part g of G is the layers
-[g * L // G, (g + 1) * L // G) of a unit, which are one stretch of its bytes. Both sides lay out their memory alike (the
-layout fingerprint is compared at registration): unit i of a source's segment goes to unit i of the sink's, and the last
-page's unused end travels with it.
+[g * L // G, (g + 1) * L // G) of a unit, which are one stretch of its bytes. Both sides lay out their memory alike, but
+for the order within a layer of a page, which the sink sees to (fingerprints are compared at registration): unit i of a
+source's segment goes to unit i of the sink's, and the last page's unused end travels with it.
 """
 
 from __future__ import annotations
@@ -186,8 +186,13 @@ def _begins(place: Place) -> bool:
 def stretch_of(unit_bytes: int, layers: int, part: int, parts: int) -> tuple[int, int]:
     """Where part `part` of `parts` begins and ends in a unit."""
     assert unit_bytes % layers == 0, f"{layers} layers in {unit_bytes} bytes"
-    layer_bytes = unit_bytes // layers
-    return part * layers // parts * layer_bytes, (part + 1) * layers // parts * layer_bytes
+    layer_bytes, of_part = unit_bytes // layers, layers_of_part(layers, part, parts)
+    return of_part.start * layer_bytes, of_part.stop * layer_bytes
+
+
+def layers_of_part(layers: int, part: int, parts: int) -> slice:
+    """Which of a unit's layers part `part` of `parts` is."""
+    return slice(part * layers // parts, (part + 1) * layers // parts)
 
 
 def most_in_region(segment: Segment, whole_units: int, parts: int) -> int:

@@ -23,9 +23,10 @@ import numpy as np
 from baton.common.engine.batch import KvMemory
 from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
+from baton.common.kv.page_layout import PageLayout
 from baton.common.messages import Chunk, unpack_tokens
 from baton.transfer.digest import RegionDigest
-from baton.transfer.plan import NO_LAYERS, Cut, Span, pieces_of_state, stretch_of
+from baton.transfer.plan import NO_LAYERS, Cut, Span, layers_of_part, pieces_of_state, stretch_of
 from baton.transfer.pool_copier import Copying, PoolCopier
 from baton.transfer.transports.base import Bytes, Rows, UnitIds
 
@@ -152,19 +153,35 @@ Scatter = Scattered | Damaged | NotMine
 class StagingHandler:
     """Has regions copied between staging memory and the units of each component's pool, each of `layers`."""
 
-    def __init__(self, copier: PoolCopier, digest: RegionDigest, layers: Mapping[Component, int] = NO_LAYERS) -> None:
+    def __init__(
+        self,
+        copier: PoolCopier,
+        digest: RegionDigest,
+        layers: Mapping[Component, int] = NO_LAYERS,
+        memory: KvMemory | None = None,
+    ) -> None:
+        """`memory`: what the pools of `copier` are, where pages of another layout may come."""
         self.copier = copier
+        self._memory = memory
         self._digest = digest
         self._layers = layers
         self._destinations: dict[HandoffKey, dict[Component, UnitIds]] = {}
+        self._layouts: dict[HandoffKey, PageLayout] = {}  # of those that come in another one than ours
         self._landed: dict[HandoffKey, dict[int, Chunk]] = {}
 
     def unit_bytes(self, component: Component) -> int:
         return self.copier.shape(component)[1]
 
-    def register_decode_req(self, key: HandoffKey, spans: Sequence[Span]) -> None:
+    def takes(self, layout: PageLayout | None) -> bool:
+        """Whether pages that are laid out like this can be put into our own order."""
+        return self._memory is None or layout is self._memory.main.page_layout or self._reorders(layout)
+
+    def _reorders(self, layout: PageLayout | None) -> bool:
+        return layout is not None and bool(self.copier.host_pools)
+
+    def register_decode_req(self, key: HandoffKey, spans: Sequence[Span], layout: PageLayout | None = None) -> None:
         """From now on regions of `key` may land in the units of `spans`, one for each whole segment, until `forget`.
-        Before the offer leaves, so that no region can arrive unexpected."""
+        Before the offer leaves, so that no region can arrive unexpected. `layout`: of the sender's pages."""
         assert key not in self._destinations, f"{key} is registered"
         destination = {span.component: unpack_tokens(span.pages) for span in spans}
         assert len(destination) == len(spans), "two segments of one component"
@@ -173,10 +190,13 @@ class StagingHandler:
             assert units.max() < self.copier.shape(component)[0], "a page outside of the pool"
         self._destinations[key] = destination
         self._landed[key] = {}
+        if self._memory is not None and layout is not None and layout is not self._memory.main.page_layout:
+            self._layouts[key] = layout
 
     def forget(self, key: HandoffKey) -> None:
         """After this nothing of `key` writes a page. Unknown is fine."""
         self._destinations.pop(key, None)
+        self._layouts.pop(key, None)
         self._landed.pop(key, None)
 
     def rows_of(self, span: Span) -> Rows:
@@ -242,6 +262,13 @@ class StagingHandler:
         return self._digest.of_staged(data, rows.row_bytes, seq)
 
     def _note_landed(self, key: HandoffKey, chunk: Chunk, started: float) -> Scattered:
+        """Its bytes are in their units, and right: nobody has read them there yet."""
+        layout = self._layouts.get(key)
+        if layout is not None:
+            assert self._memory is not None
+            units = self._destinations[key][chunk.component][chunk.first_unit : chunk.first_unit + chunk.units]
+            layers = layers_of_part(self._layers.get(chunk.component, 1), chunk.part, chunk.parts)
+            self._memory.buffers[chunk.component].adopt(units, layers, layout)
         self._landed[key][chunk.seq] = chunk
         return Scattered(chunk.nbytes, time.perf_counter() - started)
 

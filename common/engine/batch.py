@@ -22,7 +22,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.kv.page_layout import PageLayout
+from baton.common.kv.page_layout import PAGE_LAYOUT, PageLayout
 from baton.common.messages import SamplingParams, TokenLogprob
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.shared_memory import SharedBlock
@@ -207,6 +207,10 @@ class KvBuffer(Protocol):
 
     def as_bytes(self) -> npt.NDArray[np.uint8]: ...
 
+    def adopt(self, pages: I32, layers: slice, source: PageLayout) -> None:
+        """What has just come into these layers of `pages` is laid out as `source`: puts it into its own order."""
+        ...
+
     def fingerprint(self) -> dict[str, str]: ...
 
 
@@ -240,9 +244,11 @@ class KvMemory:
         return self.buffers[self.layout.components[0]]
 
     def fingerprint(self) -> dict[str, str]:
-        """What two workers must have in common to exchange KV; by component, where there is more than one."""
+        """What two workers must have in common to exchange KV, and how pages are laid out; by component, where there is
+        more than one."""
         layout = self.layout
         found = {"kv_components": "+".join(layout.components), "kv_page_size": str(layout.page_size)}
+        found[PAGE_LAYOUT] = self.main.page_layout.value
         if layout.window:
             found["kv_window"] = str(layout.window)
         for component, buffer in self.buffers.items():

@@ -41,6 +41,9 @@ class NumpyKvBuffer:
         """The live memory, [num_pages, page_bytes]."""
         return self._memory
 
+    def adopt(self, pages: npt.NDArray[np.int32], layers: slice, source: PageLayout) -> None:
+        """Bytes that mean nothing have no order."""
+
     def fingerprint(self) -> dict[str, str]:
         return {
             "kind": self._kind,

@@ -9,6 +9,7 @@ layout says what lies where in a plane, so a layer of a page is one stretch of b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
@@ -17,8 +18,9 @@ import numpy.typing as npt
 
 from baton.common.errors import ConfigError
 
+PAGE_LAYOUT = "kv_page_layout"
+"""What a worker calls it in its fingerprint."""
 PANEL_TOKENS = 16
-WORD_BYTES = 4
 Words = npt.NDArray[np.int32]
 """What is moved: a float32, or a pair of bfloat16."""
 
@@ -38,6 +40,12 @@ class PageLayout(StrEnum):
 
     def fits(self, page_size: int) -> bool:
         return self is PageLayout.CANONICAL or page_size % PANEL_TOKENS == 0
+
+
+def layout_of(fingerprint: Mapping[str, str]) -> PageLayout | None:
+    """In which a worker has its pages; None: in one that is not known here."""
+    name = fingerprint.get(PAGE_LAYOUT, PageLayout.CANONICAL)
+    return PageLayout(name) if name in set(PageLayout) else None
 
 
 LayoutChoice = Literal["auto", "canonical", "panels"]

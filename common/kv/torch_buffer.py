@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.common.kv.page_layout import PageLayout
+from baton.common.kv.page_layout import PageLayout, reordered_keys
 from baton.common.kv.state_shape import StateShape
 from baton.common.memory import system_memory
 from baton.common.shared_memory import SharedBlock
 
+I32 = npt.NDArray[np.int32]
 STATE_LAYOUT = "slot-layer-conv-recurrent/1"
 
 
@@ -66,6 +67,12 @@ class TorchKvBuffer:
         self.pool = memory.view(kind).view(shape)
         self.page_bytes = self.pool[0].numel() * self.pool.element_size()
 
+    def adopt(self, pages: I32, layers: slice, source: PageLayout) -> None:
+        """Pages came as a pool laid out as `source` has them: of these layers, puts them into this pool's order."""
+        _, count, _, heads, page_size, _ = self.pool.shape
+        words = self.as_bytes().view(np.int32).reshape(self.num_pages, count, 2, heads, page_size, -1)
+        words[pages, layers, 0] = reordered_keys(words[pages, layers, 0], source, self.page_layout)
+
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """Only of host memory: torch raises TypeError for a pool on a device."""
         bytes_view: npt.NDArray[np.uint8] = self.units().numpy()
@@ -79,7 +86,6 @@ class TorchKvBuffer:
         _, layers, _, heads, _, head_dim = self.pool.shape
         return {
             "kv_layout": self.page_layout.form,
-            "kv_page_layout": self.page_layout.value,
             "kv_dtype": str(self.pool.dtype).removeprefix("torch."),
             "kv_layers": str(layers),
             "kv_heads": str(heads),
@@ -127,6 +133,9 @@ class TorchStateBuffer:
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         bytes_view: npt.NDArray[np.uint8] = self._slots.numpy()
         return bytes_view
+
+    def adopt(self, pages: I32, layers: slice, source: PageLayout) -> None:
+        """A state is the same in every layout."""
 
     def copy(self, source: int, target: int) -> None:
         """The whole state of a slot; that of slot 0 is a fresh sequence's, whatever lies there."""

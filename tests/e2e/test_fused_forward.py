@@ -19,6 +19,7 @@ from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.fused.choice import PathChoice
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
+from baton.common.kv.page_layout import LayoutChoice
 from baton.common.model.loading import Dtype
 
 LLAMA3_ROPE = {
@@ -125,6 +126,25 @@ def test_how_pages_are_laid_out_changes_no_bit(family: str, dtype: Dtype, tmp_pa
         found = [logits_of(runner) for runner in runners]
         for canonical, panels in zip(*found, strict=True):
             assert torch.equal(torch.stack(canonical.logits), torch.stack(panels.logits)), path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_that_another_layout_computed_are_gone_on_with(dtype: Dtype, tmp_path: Path) -> None:
+    """A hand-off between unequal workers, without the wire: to the bit what one of them computes alone."""
+    save_random_model(FUSED["llama-biases"], tmp_path)
+    layouts: tuple[LayoutChoice, ...] = ("canonical", "panels")
+    runners = [
+        TorchRunner.load(str(tmp_path), dtype=dtype, num_pages=9, page_size=16, page_layout=layout)
+        for layout in layouts
+    ]
+    pages, tokens = np.array([3, 5, 1, 2], np.int32), np.arange(3, 53, dtype=np.int32)
+    prompt = pack_batch([BatchRow(0, tokens, 50, pages, None)], 16)
+    later = pack_batch([BatchRow(0, tokens[:1], 51, pages, None)], 16)
+    for source, sink in (runners, runners[::-1]):
+        source.logits(prompt, (0,))
+        sink.memory.main.as_bytes()[pages] = source.memory.main.as_bytes()[pages]
+        sink.memory.main.adopt(pages, slice(0, sink.memory.main.layers), source.memory.main.page_layout)
+        assert torch.equal(sink.logits(later, (0,)), source.logits(later, (0,)))
 
 
 def test_a_pool_of_more_than_two_billion_numbers(tmp_path: Path) -> None:
