@@ -371,11 +371,11 @@ class Accept(_Message, frozen=True, kw_only=True):
 
 
 class Refuse(_Message, frozen=True, kw_only=True):
-    """prefill -> decode: will not do it; nothing of this attempt exists here."""
+    """prefill -> decode: will not do it; nothing of this attempt exists here. Not when to come again: who is refused
+    goes elsewhere at once."""
 
     key: HandoffKey
     failure: Failure
-    retry_after_s: Seconds = 0.0
 
 
 class Chunk(_Message, frozen=True, kw_only=True, omit_defaults=True):

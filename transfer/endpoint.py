@@ -86,7 +86,6 @@ from baton.transfer.session.step import PeerDead, PeerSilent, SessionRules, Step
 from baton.transfer.session.tickets import SecretWith, TicketFault, Tickets, everybody
 
 MAX_LIVE_SOURCES = 1024
-OVERLOAD_RETRY_AFTER_S = 1.0
 TAG_BITS = 40
 """Of a tag, for the count of this process; a part of its epoch is above them."""
 TAGS_BEFORE_REUSE = 1 << 39
@@ -412,7 +411,7 @@ class Endpoint:
             return Refuse(key=offer.key, failure=Failure(code=ErrorCode.INTERNAL, reason=reason))
         if self._sources.live >= self._max_live_sources:
             failure = Failure(code=ErrorCode.OVERLOADED, reason=f"{self._sources.live} hand-offs are open here")
-            return Refuse(key=offer.key, failure=failure, retry_after_s=OVERLOAD_RETRY_AFTER_S)
+            return Refuse(key=offer.key, failure=failure)
         return None
 
     def _to_source(self, body: Ack | Nack | Commit | Cancel, peer: Stamp, now: float) -> Sequence[source.SourceOutput]:

@@ -26,7 +26,7 @@ from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, RequestId
 from baton.common.kv.census import OwnerClass
 from baton.common.kv.layout import Component, KvLayout
-from baton.common.messages import CancelRequest, FinishAck, Output, SamplingParams, Submitted
+from baton.common.messages import CancelRequest, Failure, FinishAck, Output, SamplingParams, Submitted
 from baton.transfer.api import AbortSink, FirstTokenReady, OfferReceived, OpenSink, ShipRegion
 
 
@@ -571,6 +571,22 @@ def test_the_first_token_is_told_before_the_pages_are_there_and_once() -> None:
     assert rig.gateway.tokens["r"] == answer(prompt_of(21))
     assert [len(one.body.tokens) // 4 for one in rig.gateway.said if isinstance(one.body, Output)] == [1] * 8
     rig.assert_clean()
+
+
+def test_who_is_refused_goes_to_another_worker_and_then_computes_here_all_at_once() -> None:
+    rig = Rig()
+    rig.view(*EVERYONE, member(PREFILL_2, "prefill"))
+    rig.hold_offers = True
+    rig.submit("r", prompt_of(30))
+    began_s = rig.decode.now
+    for number in range(2):
+        opened = [effect for effect in rig.log if isinstance(effect, OpenSink)]
+        assert len(opened) == number + 1
+        rig.end(opened[-1].key, Failure(code=ErrorCode.OVERLOADED, reason="1024 hand-offs are open here"))
+    assert {effect.peer for effect in opened} == {PREFILL.worker, PREFILL_2.worker}
+    batch = rig.decode.launch()
+    assert batch, "by the next step"
+    assert rig.decode.now == began_s
 
 
 @pytest.mark.parametrize("another", [True, False])
