@@ -60,6 +60,7 @@ def validate(config: ClusterConfig) -> None:
     if not 1 <= config.transfer.tcp_streams <= MAX_TCP_STREAMS:
         reason = f"must be 1 to {MAX_TCP_STREAMS}"
         raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
+    validate_interface(config.bind_host)
     _validate_placement(config)
     _validate_device(config)
     _validate_tiers(config.kv)
@@ -101,6 +102,21 @@ def validate(config: ClusterConfig) -> None:
     if config.gateway_port(config.gateways - 1) > 65535:
         reason = f"{config.gateways} gateways on one machine take as many ports from there on, and 65535 is the last"
         raise ConfigError("gateway.port", config.gateway.port, reason)
+
+
+def validate_interface(bind_host: str) -> None:
+    """Not the wildcard: peers must be able to connect to what is bound, and nobody else needs to. Raises
+    ConfigError."""
+    if bind_host in ("", "*") or _is_wildcard(bind_host):
+        reason = "would listen on every interface"
+        raise ConfigError("bind_host", bind_host, reason, "name the cluster interface's address")
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _validate_placement(config: ClusterConfig) -> None:

@@ -27,6 +27,9 @@ from baton.common.kv.page_layout import choose_layout
 from baton.common.kv.sizing import Load, count_fields, size_pools
 from baton.common.units import format_bytes
 
+LEAST_LENGTH = 2
+_TOO_SHORT = "no prompt fits: its first token and the answer's take two"
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -257,8 +260,12 @@ def _decide_length(
     if wanted is None:
         wanted = model.max_positions if pool_tokens is None else min(model.max_positions, pool_tokens)
         why = "all that the model can" if wanted == model.max_positions else "all that one pool can hold"
+        if wanted < LEAST_LENGTH:
+            raise ConfigError("model.max_model_len", wanted, f"{why}, and {_TOO_SHORT}")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=wanted))
         return config, (Decision("model.max_model_len", wanted, why),)
+    if wanted < LEAST_LENGTH:
+        raise ConfigError("model.max_model_len", wanted, _TOO_SHORT, f"at least {LEAST_LENGTH}")
     if wanted > model.max_positions:
         raise ConfigError("model.max_model_len", wanted, f"{model.name} has {model.max_positions} positions")
     if pool_tokens is not None and wanted > pool_tokens:

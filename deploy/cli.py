@@ -2,21 +2,24 @@
 
 Exit codes: 0 done, 1 it failed, 2 it was asked wrongly (usage or configuration). What is expected to go wrong is told
 in one or two lines on stderr; a traceback is a bug of ours. Answers go to stdout, everything about them to stderr.
+SIGTERM ends a command cleanly, with 143 where it was not done; a second one at once.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib.metadata import version as installed_version
+from types import FrameType
 
 import typer
 
 from baton.common.errors import BatonError, ConfigError, ErrorCode, RequestError
 from baton.deploy.commands import keys, looking, serving, studying
-from baton.deploy.commands.options import FAILED, MISUSED, OK, err
+from baton.deploy.commands.options import FAILED, MISUSED, OK, TERMINATED, err
 from baton.deploy.jobs import command as jobs
 
-__all__ = ["FAILED", "MISUSED", "OK", "app", "main", "run_command"]
+__all__ = ["FAILED", "MISUSED", "OK", "TERMINATED", "app", "main", "run_command"]
 
 app = typer.Typer(
     name="baton",
@@ -44,8 +47,18 @@ app.add_typer(jobs.app)
 app.add_typer(keys.app)
 
 
+class _Terminated(BaseException):
+    """Told to stop, by SIGTERM."""
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise _Terminated
+
+
 def main() -> None:
     """The console script."""
+    signal.signal(signal.SIGTERM, _on_sigterm)
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -55,6 +68,9 @@ def run_command(arguments: list[str]) -> int:
         app(arguments, prog_name="baton")
     except SystemExit as end:  # how the command line library ends, well or with a usage error (2)
         return end.code if isinstance(end.code, int) else OK
+    except _Terminated:
+        err.print("baton: told to stop", markup=False)
+        return TERMINATED
     except ConfigError as error:
         err.print(f"baton: {error}", markup=False)
         return MISUSED

@@ -5,17 +5,21 @@ Owns: how that Ray is started, and what a person is told when it cannot be had. 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 
 import ray
 
 from baton.common import env
-from baton.common.config import ClusterConfig
+from baton.common.config import NODE_ADDRESS, ClusterConfig
 from baton.common.errors import BatonError
 from baton.common.model.cache import Progress
 from baton.deploy.cluster_plan import PlannedSeat
+from baton.transfer.mesh import try_interface
 
 OBJECT_STORE_BYTES = 100_000_000
 """The object store is not on the token path; Ray wants at least 75 MB."""
@@ -31,7 +35,8 @@ class LaunchError(BatonError):
 
 
 def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progress, temp_dir: str | None) -> bool:
-    """Connects to Ray, or starts one. True: it is ours to shut down."""
+    """Connects to Ray, or starts one. True: it is ours to shut down. Raises LaunchError, and ConfigError where this
+    machine cannot be as it shall."""
     if ray.is_initialized():
         return False
     env.prepare_ray(joins=address is not None)
@@ -39,20 +44,23 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
         on_progress(f"connecting to Ray at {address}")
         join_ray(address, config.cluster)
         return False
+    if config.bind_host != NODE_ADDRESS:  # that of a Ray of our own is a loopback address
+        try_interface(config.bind_host)
     on_progress("starting Ray on this machine")
     try:
-        ray.init(
-            address="local",  # never one that happens to run here
-            num_cpus=cpus_of_own_ray(config.prefill + config.decode, os.cpu_count() or 1),
-            num_gpus=0,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _node_ip_address=LOCAL_NODE_ADDRESS,
-            _temp_dir=temp_dir,
-            namespace=config.cluster,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        with _callers_sigterm():
+            ray.init(
+                address="local",  # never one that happens to run here
+                num_cpus=cpus_of_own_ray(config.prefill + config.decode, os.cpu_count() or 1),
+                num_gpus=0,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _node_ip_address=LOCAL_NODE_ADDRESS,
+                _temp_dir=temp_dir,
+                namespace=config.cluster,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
     except Exception as error:  # plain ones are what Ray raises here
         ray.shutdown()
         raise LaunchError(f"Ray did not start on this machine: {first_line(error)}") from error
@@ -80,13 +88,34 @@ def tell_room(free: float, wanted: Iterable[PlannedSeat], on_progress: Progress)
 def join_ray(address: str, namespace: str | None = None) -> None:
     _find_listener(address)
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+        with _callers_sigterm():
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:  # nobody there; another version; not an address
         if address == "auto" and isinstance(error, ConnectionError):  # Ray's words name an option that is none of ours
             hint = f"`ray start --head` starts one, --ray-address and RAY_ADDRESS name one; {TOKEN_HINT}"
             raise LaunchError(f"no Ray cluster was found from this machine: {hint}") from error
         hint = f" ({TOKEN_HINT})" if isinstance(error, ConnectionError) else ""
         raise LaunchError(f"cannot join the Ray cluster at {address}: {first_line(error)}{hint}") from error
+
+
+@contextlib.contextmanager
+def _callers_sigterm() -> Iterator[None]:
+    """Ray takes SIGTERM for itself: as a silent exit while it starts, as a crash with a dump once it is connected. The
+    caller has it back behind this, and gets one that came meanwhile. On other threads than the main one nobody can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual, told = signal.getsignal(signal.SIGTERM), False
+    try:
+        yield
+    except SystemExit:  # Ray's answer to it
+        ray.shutdown()
+        told = True
+    finally:
+        signal.signal(signal.SIGTERM, usual or signal.SIG_DFL)
+    if told:
+        signal.raise_signal(signal.SIGTERM)
+        raise LaunchError("told to stop while Ray was being connected")
 
 
 def _find_listener(address: str) -> None:

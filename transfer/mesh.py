@@ -17,11 +17,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 
 import zmq
 import zmq.utils.z85
 
+from baton.common.config import NODE_ADDRESS
+from baton.common.config_checks import validate_interface
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
 from baton.common.messages import MAX_FRAME_BYTES, Body, Frame, MalformedFrame, decode_frame, encode_frame
@@ -125,17 +126,22 @@ def set_socket_options(socket: zmq.Socket[bytes], high_water: int, max_message_b
 
 
 def bind_to(socket: zmq.Socket[bytes], host: str, port: int = 0) -> str:
-    """Binds to one interface and returns the address that peers use. Refuses the wildcard: peers must be able to
-    connect to what is returned, and nobody else needs to."""
-    if host in ("", "*") or (_is_ip(host) and ip_address(host).is_unspecified):
-        raise ConfigError("bind_host", host, "would listen on every interface", "name the cluster interface's address")
+    """Binds to one interface and returns the address that peers use. Raises ConfigError."""
+    validate_interface(host)
     socket.ipv6 = ":" in host
     name = f"[{host}]" if socket.ipv6 else host
     try:
         socket.bind(f"tcp://{name}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise ConfigError("bind_host", f"{host}:{port}", f"cannot listen there: {error}") from error
+        reason = f"cannot listen there{f', on port {port}' if port else ''}: {error.strerror}"
+        raise ConfigError("bind_host", host, reason, f"an address of this machine's, or {NODE_ADDRESS}") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def try_interface(bind_host: str) -> None:
+    """Raises ConfigError when this machine cannot listen on it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        bind_to(probe, bind_host)
 
 
 def connect_to(socket: zmq.Socket[bytes], address: str) -> bool:
@@ -160,14 +166,6 @@ def _monitor_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     monitor.rcvhwm = 1 << 16
     monitor.connect("inproc://strangers")
     return monitor
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from baton.common.resolve import Layer, assignments_layer, environment_layer, file_layer, nested
 
-OK, FAILED, MISUSED = 0, 1, 2
+OK, FAILED, MISUSED, TERMINATED = 0, 1, 2, 143
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -15,7 +15,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from baton.common import env
 from baton.common.clock import MonotonicClock
 from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
+from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
+from baton.common.model.cache import silent
 from baton.deploy import launch, ray_join
 from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec
@@ -235,3 +237,12 @@ def test_of_two_that_launch_at_once_one_is_told(monkeypatch: pytest.MonkeyPatch)
     config = replace(ClusterConfig(), model=ModelConfig(model="fake"), gateway=GatewayConfig(port=0))
     with pytest.raises(LaunchError, match=r"^a cluster named 'baton' is being launched: .* is already taken\.$"):
         launch.launch(config)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no.such.host.invalid"])
+def test_no_ray_is_started_for_an_address_that_this_machine_does_not_have(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("started Ray"))
+    with pytest.raises(ConfigError, match=rf"bind_host = '{host}': cannot listen there: .*machine's, or node"):
+        ray_join.connect_ray(ClusterConfig(bind_host=host), None, silent, None)
