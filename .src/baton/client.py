@@ -15,6 +15,7 @@ from baton.deploy.client import (
     Params,
     Prompt,
     Stream,
+    ToolCall,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "Prompt",
     "RequestError",
     "Stream",
+    "ToolCall",
 ]

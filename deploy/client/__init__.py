@@ -10,7 +10,7 @@ from baton.deploy.client.core import AsyncClient
 from baton.deploy.client.jobs import AsyncJob, JobEvent, Lines
 from baton.deploy.client.streams import AsyncStream
 from baton.deploy.client.sync import Client, Job, Stream
-from baton.deploy.client.values import Answer, ClusterUnreachable, Message, Outcome, Params, Prompt
+from baton.deploy.client.values import Answer, ClusterUnreachable, Message, Outcome, Params, Prompt, ToolCall
 from baton.deploy.client.wire import lines_of
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Params",
     "Prompt",
     "Stream",
+    "ToolCall",
     "gateway_url",
     "lines_of",
 ]

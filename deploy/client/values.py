@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from baton.common.errors import BatonError, RequestError
 from baton.common.messages import Timeline
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text or token ids to continue, or the messages of a conversation to answer."""
 
@@ -30,10 +30,22 @@ class Params(TypedDict, total=False):
     priority: int  # smaller is sooner; 0 when not given, in jobs the cluster's jobs.priority
     response_format: dict[str, Any]  # OpenAI's: {"type": "json_schema", "json_schema": {"schema": ...}}
     structured_outputs: dict[str, Any]  # vLLM's: one of json, regex, choice, grammar
+    tools: list[dict[str, Any]]  # OpenAI's: {"type": "function", "function": {"name": ..., "parameters": ...}}
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
 
 
 class ClusterUnreachable(BatonError):
     """Nobody answers at that address, or the connection broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants to be called. `arguments` are JSON."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,18 @@ class Answer:
     total_s: float
     placements: int
     timeline: Timeline
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """As the conversation goes on with it; what its tools said follows as messages of the role "tool"."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        calls = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in self.tool_calls
+        ]
+        return {"role": "assistant", "content": self.text or None, "tool_calls": calls}
 
 
 Outcome = Answer | RequestError

@@ -13,7 +13,16 @@ import msgspec
 
 from baton.common.errors import BatonError, ErrorCode, RequestError
 from baton.common.messages import Timeline
-from baton.deploy.client.values import Answer, ClusterUnreachable, Message, Outcome, Params, Prompt, is_conversation
+from baton.deploy.client.values import (
+    Answer,
+    ClusterUnreachable,
+    Message,
+    Outcome,
+    Params,
+    Prompt,
+    ToolCall,
+    is_conversation,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _LINE_ERRORS = {"batch_cancelled": ErrorCode.CANCELLED, "batch_expired": ErrorCode.DEADLINE_EXCEEDED}
@@ -33,8 +42,22 @@ class _Extension(msgspec.Struct):
     timeline: Timeline
 
 
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    """Whole, or more of the one at `index`."""
+
+    function: _Function
+    id: str = ""
+    index: int | None = None
+
+
 class _Content(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] = []
 
 
 class _Choice(msgspec.Struct):
@@ -46,9 +69,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def said(self) -> str:
-        part = self.delta or self.message
-        return self.text if part is None else part.content or ""
+    def part(self) -> _Content:
+        return self.delta or self.message or _Content(self.text)
 
 
 class _ErrorBody(msgspec.Struct):
@@ -86,6 +108,7 @@ class Collector:
     def restart(self) -> None:
         """The answer begins again, over another connection."""
         self._parts: list[str] = []
+        self._calls: dict[int, _Call] = {}
         self._finish_reason = ""
         self._usage: _Usage | None = None
         self._extension: _Extension | None = None
@@ -100,11 +123,19 @@ class Collector:
         self._usage = chunk.usage or self._usage
         found = chunk.baton[0] if isinstance(chunk.baton, list) else chunk.baton
         self._extension = found or self._extension
-        text = "".join(choice.said for choice in chunk.choices)
+        text = "".join(choice.part.content or "" for choice in chunk.choices)
         for choice in chunk.choices:
             self._finish_reason = choice.finish_reason or self._finish_reason
+            for place, call in enumerate(choice.part.tool_calls):
+                self._add(place if call.index is None else call.index, call)
         self._parts.append(text)
         return text
+
+    def _add(self, index: int, more: _Call) -> None:
+        known = self._calls.setdefault(index, _Call(_Function()))
+        known.id += more.id
+        known.function.name += more.function.name
+        known.function.arguments += more.function.arguments
 
     def whole(self, chunk: _Chunk) -> Answer:
         """Of an answer that came in one piece: of its first choice."""
@@ -130,6 +161,10 @@ class Collector:
             total_s=extension.total_s,
             placements=extension.placements,
             timeline=extension.timeline,
+            tool_calls=tuple(
+                ToolCall(call.id, call.function.name, call.function.arguments)
+                for _, call in sorted(self._calls.items())
+            ),
         )
 
 

@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with serving(Loopback(script=saying("Hello."))) as served:
+    with serving(Loopback(script=saying("Hello.")), max_model_len=4096) as served:
         names: dict[str, object] = {}
         for block in blocks("python"):
             exec(compile(block.replace(ADDRESS, served.url), str(PAGE), "exec"), names)
