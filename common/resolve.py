@@ -292,6 +292,13 @@ def flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
     return pairs
 
 
+def differences(before: ClusterConfig, after: ClusterConfig) -> dict[str, tuple[object, object]]:
+    """The settings that are not alike, by name, each as it is in either."""
+    there = dict(flat(dataclasses.asdict(before)))
+    pairs = {name: (there.get(name), value) for name, value in flat(dataclasses.asdict(after))}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+
+
 def _assign(values: dict[str, Any], name: str, value: Any) -> None:
     *groups, last = name.split(".")
     for group in groups:

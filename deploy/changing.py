@@ -16,6 +16,7 @@ from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.model.cache import Progress, silent
+from baton.common.resolve import differences, flat
 from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, PlannedSeat, Settings, place_of
 from baton.deploy.controller_core import COMPUTE_ROLES
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
@@ -57,8 +58,21 @@ def upgrade(
     class_paths: Mapping[str, str] | None = None,
 ) -> ClusterPlan:
     """All processes are replaced by such with these settings, and of the release that is installed on their nodes.
-    Meanwhile there are `surge` decode workers more, and one prefill worker more where there is only one. Raises
-    ConfigError."""
+    Raises ConfigError."""
+    later = plan_upgrade(handle, config, surge=surge, class_paths=class_paths)
+    handle.change(later)
+    return later
+
+
+def plan_upgrade(
+    handle: ClusterHandle,
+    config: ClusterConfig,
+    *,
+    surge: int = 1,
+    class_paths: Mapping[str, str] | None = None,
+) -> ClusterPlan:
+    """What `upgrade` makes of the cluster; nothing begins. Meanwhile there are `surge` decode workers more, and one
+    prefill worker more where there is only one. Raises ConfigError."""
     plan, seats = handle.current_plan(), handle.status().seats
     config = dataclasses.replace(config, prefill=plan.config.prefill, decode=plan.config.decode)
     if not config.gateway.port:
@@ -86,9 +100,16 @@ def upgrade(
             dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, extra=True))
             for seat in _more(later, role, more, anew)
         ]
-    later = dataclasses.replace(later, seats=tuple(anew))
-    handle.change(later)
-    return later
+    return dataclasses.replace(later, seats=tuple(anew))
+
+
+def changed_settings(before: ClusterPlan, after: ClusterPlan) -> list[str]:
+    """A line for each setting that becomes another one."""
+    usual = dict(flat(dataclasses.asdict(ClusterConfig())))
+    return [
+        f"{name}: {old} -> {new}{' (the default)' if new == usual.get(name) else ''}"
+        for name, (old, new) in differences(before.config, after.config).items()
+    ]
 
 
 def added(before: ClusterPlan, after: ClusterPlan) -> list[PlannedSeat]:

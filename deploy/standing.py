@@ -26,7 +26,7 @@ from baton.common.config import POSTGRES, ClusterConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER
 from baton.common.model.cache import Progress, silent
-from baton.common.resolve import Layer, flat
+from baton.common.resolve import Layer, differences, flat
 from baton.deploy.launch import (
     CLASS_PATHS,
     ClusterHandle,
@@ -191,5 +191,4 @@ def _differences(wanted: ClusterConfig, running: ClusterConfig) -> dict[str, obj
     """Settings that are not as wanted, with their wanted values. Any free port is as good as another."""
     if wanted.gateway.port == 0:
         wanted = dataclasses.replace(wanted, gateway=dataclasses.replace(wanted.gateway, port=running.gateway.port))
-    there = dict(flat(dataclasses.asdict(running)))
-    return {name: value for name, value in flat(dataclasses.asdict(wanted)) if there.get(name) != value}
+    return {name: value for name, (_, value) in differences(running, wanted).items()}

@@ -257,6 +257,7 @@ def upgrade(
     cluster: Cluster = "baton",
     ray_address: RunningRay = "auto",
     within_s: Within = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which settings would change.")] = False,
 ) -> None:
     """Replace all processes, one after the other. The new ones have these settings (all of them: what is not
     given is the default), and are of the release that is installed now."""
@@ -272,7 +273,13 @@ def upgrade(
     where = {"gateway": {"host": running.gateway.host, "port": running.gateway.port}}
     layers = layers_of(config, settings, flags_of(model or running.model.model, None, None, None, None, dtype))
     wanted = decide([Layer("the running cluster", {**same, **where}), *layers], err)
-    tell_room(free, changing.added(before, changing.upgrade(handle, wanted, surge=surge)), _note)
+    later = changing.plan_upgrade(handle, wanted, surge=surge)
+    changes = changing.changed_settings(before, later)
+    _note("\n".join(["settings that change:", *(f"  {line}" for line in changes)]) if changes else "no setting changes")
+    if dry_run:
+        return
+    handle.change(later)
+    tell_room(free, changing.added(before, later), _note)
     given_up = changing.watch(handle, within_s, _note)
     if given_up:
         err.print(f"given up: {given_up}", markup=False)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.common.config import ClusterConfig, GatewayConfig
 from baton.common.errors import ConfigError
-from baton.deploy.changing import added, scale, upgrade
+from baton.deploy.changing import added, changed_settings, plan_upgrade, scale, upgrade
 from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.launch import CLASS_PATHS, ClusterHandle
@@ -86,6 +86,22 @@ def test_an_upgrade_wants_all_anew_and_some_beside_them_and_keeps_the_way_back()
     again = upgrade(handle, before.config, surge=0)
     assert [seat.spec.role for seat in again.seats if seat.spec.extra] == ["prefill"]
     assert len(again.seats) == len(before.seats) + 1
+
+
+def test_an_upgrade_says_what_changes_and_what_is_forgotten_before_it_begins() -> None:
+    handle = cluster(prefill=1, decode=2)
+    config = handle.current_plan().config
+    decode_worker = replace(config.decode_worker, chunk_tokens=1024)
+    upgrade(handle, replace(config, decode_worker=decode_worker, kv=replace(config.kv, page_size=32)))
+    before = handle.current_plan()
+    later = plan_upgrade(handle, replace(config, kv=replace(config.kv, page_size=64)))
+    usual = config.decode_worker.chunk_tokens
+    assert changed_settings(before, later) == [
+        "kv.page_size: 32 -> 64",
+        f"decode_worker.chunk_tokens: 1024 -> {usual} (the default)",
+    ]
+    assert changed_settings(before, plan_upgrade(handle, before.config)) == []
+    assert handle.current_plan() == before, "nothing has begun"
 
 
 def test_an_upgrade_keeps_where_clients_find_it() -> None:
