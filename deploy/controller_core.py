@@ -217,8 +217,7 @@ class ControllerCore:
         """Starts, kills, repeats kills and re-publishes what is due."""
         effects: list[Effect] = []
         self._forgive_own_absence(now)
-        if not self._shutting_down:
-            effects += self._go_on_with_changes(now)
+        self.book.prove(self._liveness.dead_after_s, now)
         for seat in self._seats.values():
             match seat.state:
                 case Vacant() if now >= seat.state.start_at_s and not self.book.is_surplus(seat):
@@ -240,6 +239,8 @@ class ControllerCore:
                     pass
                 case _:
                     assert_never(seat.state)
+        if not self._shutting_down:
+            effects += self._go_on_with_changes(now)  # C6: by now it is known who has fallen silent
         if now >= self._published_at_s + self._liveness.republish_interval_s:
             self._published_at_s = now
             behind = self._behind()
@@ -366,9 +367,8 @@ class ControllerCore:
     # ---------------------------------------------------------------------------------------- changes
 
     def _go_on_with_changes(self, now: float) -> list[Effect]:
-        """Who stayed for a while has proven his revision; who is not wanted leaves; then one more process of another
-        revision than is wanted, if all others are there."""
-        self.book.prove(self._liveness.dead_after_s, now)
+        """Who is not wanted leaves; then one more process of another revision than is wanted, if all others are
+        there."""
         effects: list[Effect] = []
         for seat in [seat for seat in self._seats.values() if self.book.is_surplus(seat)]:
             match seat.state:
