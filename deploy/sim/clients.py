@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from baton.common.engine.fake_answer import fake_prompt_logprobs
 from baton.common.engine.fake_runner import FakeAnswer, fake_answer
 from baton.common.errors import ErrorCode
 from baton.common.ids import NO_SESSION, RequestId, SessionId, Stamp
-from baton.common.messages import SamplingParams, Submit, TokenLogprob, unpack_tokens
+from baton.common.kv.layout import KvLayout
+from baton.common.messages import SamplingParams, Submit, Timeline, TokenLogprob, unpack_tokens
+from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.units import pages_for_tokens
 from baton.deploy.admission_queue import EVERYBODY, Tenant
 from baton.deploy.gateway_states import RequestEnded, TokensArrived
@@ -49,6 +52,7 @@ class ClientRequest:
     stopped: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     placements: dict[tuple[Stamp, int], int] = field(default_factory=dict)  # -> the epoch of whom it was given to
     begun_with: str = ""  # the layout of the worker that its first token came from
     outcome: str = ""  # "stop" | "length" | an ErrorCode | CONNECTION_LOST
@@ -78,6 +82,7 @@ class Clients:
         assert effect.first_index == len(request.tokens), f"{request.request_id}: a gap or an overlap"
         request.tokens.extend(effect.tokens)
         request.logprobs.extend(effect.logprobs)
+        request.prompt_logprobs = request.prompt_logprobs or effect.prompt_logprobs
         if request.stop_after is not None and len(request.tokens) >= request.stop_after and not request.stopped:
             request.stopped = True
             gateway = request.gateway
@@ -137,7 +142,7 @@ class Clients:
 def judge(request: ClientRequest, settings: WorldSettings, *, faulty: bool) -> None:
     """Raises AssertionError unless a correct system can give this answer."""
     expected = fake_answer(request.prompt, request.sampling, settings.max_context_len, layout=settings.layout)
-    _judge_tokens(request, expected)
+    _judge_tokens(request, expected, settings.layout)
     if request.outcome in ("stop", "length"):
         _judge_complete(request, expected)
     else:
@@ -145,12 +150,15 @@ def judge(request: ClientRequest, settings: WorldSettings, *, faulty: bool) -> N
         assert cause, f"{request.request_id} ended with {request.ended} for no reason"
 
 
-def _judge_tokens(request: ClientRequest, expected: FakeAnswer) -> None:
+def _judge_tokens(request: ClientRequest, expected: FakeAnswer, layout: KvLayout) -> None:
     got = tuple(request.tokens)
     assert got == expected.tokens[: len(got)], f"{request.request_id}: got {got}, expected {expected.tokens}"
     if request.sampling.logprobs >= 0:
         logprobs = expected.logprobs[: len(got)]
         assert tuple(request.logprobs) == logprobs, f"{request.request_id}: wrong logprobs {request.logprobs}"
+    if got and request.sampling.scores_prompt:
+        scores = fake_prompt_logprobs(request.prompt, request.sampling.prompt_logprobs, layout)
+        assert request.prompt_logprobs == (scores or None), f"{request.request_id}: wrong logprobs of its prompt"
 
 
 def _judge_complete(request: ClientRequest, expected: FakeAnswer) -> None:
@@ -162,10 +170,21 @@ def _judge_complete(request: ClientRequest, expected: FakeAnswer) -> None:
         assert request.outcome == expected.finish_reason, f"{request.request_id}: {request.outcome}"
         timeline = request.ended.timeline if request.ended is not None else None
         assert timeline is not None, f"{request.request_id} has no timeline"
-        if timeline.decode_s > 0:
-            kept = timeline.cached_tokens, timeline.restored_tokens
-            parts = (timeline.local_tokens, *kept, timeline.transferred_tokens)
-            assert sum(parts) == len(request.prompt), f"{request.request_id}: {parts} of {len(request.prompt)} tokens"
+        _judge_timeline(request, timeline)
+
+
+def _judge_timeline(request: ClientRequest, timeline: Timeline) -> None:
+    """Every token of the prompt came from somewhere, once; what a hand-off brought, by a lane."""
+    told = f"{request.request_id}: {timeline}"
+    if timeline.decode_s > 0:
+        kept = timeline.cached_tokens, timeline.restored_tokens
+        parts = (timeline.local_tokens, *kept, timeline.transferred_tokens)
+        assert sum(parts) == len(request.prompt), f"{request.request_id}: {parts} of {len(request.prompt)} tokens"
+    assert 0 <= timeline.prefill_cached_tokens <= timeline.transferred_tokens, told
+    brought = bool(timeline.transferred_tokens)
+    assert not brought or (timeline.lane and timeline.transfer_bytes and timeline.attempts), told
+    spans = timeline.queue_s, timeline.handoff_s, timeline.prefill_s, timeline.transfer_s, timeline.decode_s
+    assert min(spans) >= 0, told
 
 
 def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> bool:

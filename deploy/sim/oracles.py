@@ -8,7 +8,7 @@ the code that it judges how something is counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,10 +99,13 @@ class AdmissionOracle:
     def look(self, core: DecodeCore, records: Sequence[ReqKvInfo]) -> None:
         rows = frozenset([record.req_pool_idx for record in records])
         new, self._rows = rows - self._rows, rows
+        if new:
+            active = [*core.active()]
+            assert len(active) <= self._max_active, f"{len(active)} own pages, where {self._max_active} may"
         if self._pool.copying:
             return  # a lease for the tiers keeps pages that were to be had when somebody was admitted
         if new:
-            self._assert_room([*core.active()], new)
+            self._assert_room(active, new)
         if core.queued and not core.pages_coming_back:
             self._assert_nobody_waits_in_vain([*core.active()])
 
@@ -186,10 +189,12 @@ class SessionOracle:
         self._ttl_s = ttl_s
         self._since_s: dict[tuple[SessionId, int], float] = {}
 
-    def look(self, core: DecodeCore, now: float) -> None:
+    def look(self, core: DecodeCore, answered: Collection[SessionId], now: float) -> None:
         held = [one for one in core.holdings() if one.owner_class is OwnerClass.SESSION]
         assert len(held) <= self._limit, f"{len(held)} sessions are kept, where {self._limit} may be"
         assert not held or not core.load().draining, "a worker that drains keeps sessions"
+        strange = {one.owner_id for one in held} - set(answered)
+        assert not strange, f"{strange} are kept, of which no turn has ended with its answer"
         # A turn changes the length of what is kept.
         keys = [(SessionId(one.owner_id), one.record.kv_committed_len) for one in held]
         self._since_s = {key: self._since_s.get(key, now) for key in keys}

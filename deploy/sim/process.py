@@ -43,6 +43,8 @@ from baton.deploy.gateway_states import GatewayEffect, TokensArrived
 from baton.deploy.sim.schedule import Event
 from baton.deploy.sim.watch_admission import AdmissionWatch
 from baton.deploy.sim.watch_members import GatewayWatch
+from baton.deploy.sim.watch_requests import RequestWatch
+from baton.deploy.sim.watch_seats import SeatWatch
 from baton.transfer.membership import NO_CHANGE, Changes, Roster
 
 if TYPE_CHECKING:
@@ -268,7 +270,8 @@ class GatewayProcess(MemberProcess):
         self._draining = False
         name, ahead = str(stamp.worker), config.dispatch_ahead_requests
         self.admission = AdmissionWatch(name, rows, ahead, config.max_inflight_requests)
-        self._watch = GatewayWatch(str(stamp.worker), settings.transfer.resend_after_s, world.is_prompt)
+        self._watch = GatewayWatch(name, settings.transfer.resend_after_s, world.is_prompt)
+        self.requests = RequestWatch(name)
         self._timer: Wakeup | None = None
         super().__init__(world, stamp, role, revision)
         self._timer = Wakeup(self, self._due, "gateway timer")
@@ -284,9 +287,11 @@ class GatewayProcess(MemberProcess):
                 self.world.clients.begun(effect.request_id, self._layout_of(event.sender.worker, event.sender.epoch))
         if isinstance(event, MembershipView):
             self._watch.view.told(event)
+            self.requests.told(event)
             self.admission.view(event)
         else:
             self._watch.hears(event, now)
+            self.requests.hears(event)
             if isinstance(event.body, Heartbeat):
                 self.admission.heard(event.sender, event.body.load)
         if effects or not (
@@ -295,11 +300,14 @@ class GatewayProcess(MemberProcess):
             self.carry_out(effects)
 
     def _due(self) -> None:
-        self.carry_out(self.core.on_timer(self.now), on_timer=True)
+        now = self.now
+        self.carry_out(self.core.on_timer(now), on_timer=True)
+        self.requests.timer(now)
 
     def carry_out(self, effects: Sequence[GatewayEffect], *, on_timer: bool = False) -> None:
         self._watch.says(effects, self.now, on_timer=on_timer)
         self.admission.says(effects)
+        self.requests.says(effects)
         for effect in effects:
             if isinstance(effect, TokensArrived):
                 self.world.clients.tokens(effect)
@@ -352,6 +360,7 @@ class ControllerProcess(SimProcess):
     def __init__(self, world: World, seats: Iterable[SeatSpec], first_version: int = 1) -> None:
         super().__init__(world, Stamp(CONTROLLER, 1, Epoch(1)), "controller")
         self.core = ControllerCore(seats, world.settings.liveness, first_version, self.now)
+        self._watch = SeatWatch(self.core, world.settings.liveness)
         self._timer = Wakeup(self, self._due, "controller timer")
         self._timer.want(self.now)
 
@@ -400,8 +409,12 @@ class ControllerProcess(SimProcess):
 
     def change(self, seats: Sequence[SeatSpec]) -> None:
         """An operator wants the cluster to be like this."""
-        liveness = self.world.settings.liveness
-        self.run(lambda: self._carry_out(self.core.change(seats, liveness, self.now)), "change")
+        self.run(self._change, "change", seats)
+
+    def _change(self, seats: Sequence[SeatSpec]) -> None:
+        effects = self.core.change(seats, self.world.settings.liveness, self.now)
+        self._watch.upgrades(effects)
+        self._carry_out(effects)
 
     def flip(self, worker: WorkerId) -> None:
         """An operator wants the worker there in the other role. It may be refused."""
@@ -410,8 +423,10 @@ class ControllerProcess(SimProcess):
     def _flip(self, worker: WorkerId) -> None:
         process = self.world.seats.get(worker)
         role = "decode" if process is not None and process.role == "prefill" else "prefill"
+        live = self.core.live_members()
         effects = self.core.replace_worker(worker, role, self.now)
         if not isinstance(effects, Refused):
+            self._watch.flipped(worker, role, live)
             self.world.probe("flip", (process, role))
             self._carry_out(effects)
 
@@ -423,12 +438,15 @@ class ControllerProcess(SimProcess):
         )
 
     def _due(self) -> None:
-        self._carry_out(self.core.on_timer(self.now))
+        effects = self.core.on_timer(self.now)
+        self._watch.upgrades(effects)
+        self._carry_out(effects)
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
                 case StartWorker(spec, incarnation):
+                    self._watch.starts(spec, self.now)
                     self.world.start(spec, incarnation)
                 case DrainWorker(worker, incarnation, timeout_s):
                     self.world.ask_to_leave(worker, incarnation, timeout_s)

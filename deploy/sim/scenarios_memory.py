@@ -15,6 +15,7 @@ from baton.common.messages import (
 )
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, must, second_of, worker_of
+from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.world import Report, World
 from baton.transfer.api import OpenSink, SinkFailed, SourceAborted, SourceStopping
 from baton.transfer.session.effects import Landed, LandRegion, RegionDamaged
@@ -199,3 +200,33 @@ def retracted_while_copied(seed: int) -> Scenario:
     plan.world.on("restored", look)
     plan.world.on("command", look)
     return scenario
+
+
+def out_of_time_while_copied(seed: int) -> Scenario:
+    """A tier hangs while it copies the pages of who gave way, and his time is over: he is told so then, and not when
+    the tier is done."""
+    decode = DecodeConfig(num_reserved_decode_tokens=0, chunk_tokens=16)
+    tiers = TiersConfig(host_bytes=1, restore_min_pages=1, restore_deadline_s=20.0)
+    settings = replace(BASE, decode=1, decode_pages=24, decode_config=decode, max_tokens=40, tier_loss=0.0)
+    plan = Plan(replace(settings, tiers=tiers, request_timeout_s=4.0), seed)
+    for index in range(5):
+        plan.request(22, max_tokens=36, at_s=FIRST_S + 0.001 * index)
+
+    def is_retracted(worker: WorkerProcess | None, command: object) -> bool:
+        if worker is None or not isinstance(command, StorePages):
+            return False
+        last = int(command.page_ids[-1])  # else it is the tree's
+        return any(worker.owns(one, last) for one in worker.core.holdings())
+
+    def hang(world: World, details: object) -> None:
+        worker = worker_of(details, "decode")
+        if worker is not None and is_retracted(worker, second_of(details)):
+            worker.tier.page_s = 5.0
+
+    def look(world: World, details: object) -> None:
+        if world.now > FIRST_S + 4.1 and is_retracted(worker_of(details, "decode"), second_of(details)):
+            plan.note("pages of a request without time were copied")
+
+    plan.world.on("tier_command", hang)
+    plan.world.on("stored", look)
+    return plan.ready("pages of a request without time were copied", all_complete=False)

@@ -126,6 +126,26 @@ def session_that_is_lost(seed: int) -> Scenario:
     return Scenario(plan.world, reached)
 
 
+def session_that_was_stopped(seed: int) -> Scenario:
+    """A gateway finds a stop string in the answer of a turn: the client has its answer, so the worker, which is told to
+    stop, keeps what it has for the next turn."""
+    plan = Plan(replace(BASE, decode=1, decode_config=replace(CONVERSING, lost_session="fail")), seed)
+    prompt = np.random.default_rng([seed, 11]).integers(0, 258, 20).astype(np.int32)
+    first = plan.enter(asking("t0", prompt, tokens=40, session=SESSION), FIRST_S)
+    first.begins_session, first.stop_after = True, 3 + seed % 3
+
+    def go_on(_: ClientRequest) -> None:
+        if first.stopped:
+            plan.note("it was stopped")
+        second = asking("t1", np.concatenate((first.known, prompt[:5])), session=SESSION)
+        plan.enter(second, plan.world.now + 0.5)
+
+    first.then = go_on
+    scenario = plan.ready("it was stopped")
+    plan.world.calm_s = FIRST_S + 2.0
+    return scenario
+
+
 def session_goes_below(seed: int) -> Scenario:
     """A session that ends is in the tree, and from there in a tier, answer and all."""
     settings = replace(BASE, decode=1, tiers=TIERS, tier_loss=0.0, decode_config=CONVERSING)
@@ -185,6 +205,7 @@ SCENARIOS = (
     session_that_turns_back,
     session_that_moves,
     session_that_is_lost,
+    session_that_was_stopped,
     session_goes_below,
     thoughts_are_forgotten,
 )

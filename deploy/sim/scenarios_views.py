@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.messages import Accept
-from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, body_of, second_of
+from baton.deploy.sim.plan import BASE, FIRST_S, Plan, Scenario, body_of, must, second_of
 from baton.deploy.sim.world import Report, World
 from baton.transfer.api import SinkFailed
 
@@ -44,5 +44,31 @@ def missed_a_view(seed: int) -> Scenario:
         scenario.reached(report)
         assert ended_s, "the hand-off with a dead worker did not end"
         assert ended_s[0] < FIRST_S + 4.5, f"it ended only at {ended_s[0]:.1f} s"
+
+    return Scenario(world, reached)
+
+
+def seat_that_keeps_dying(seed: int) -> Scenario:
+    """A process dies again and again: a minute has so many successors and no more, and then one comes that stays."""
+    most, deadly_s = 3, 12.0
+    liveness = replace(BASE.liveness, max_restarts_per_minute=most, restart_backoff_s=0.1)
+    plan = Plan(replace(BASE, liveness=liveness, start_s=0.1), seed)
+    plan.request(20 + seed % 5)
+    world, victim = plan.world, WorkerId("decode-1")
+
+    def strike() -> None:
+        if world.seats[victim].alive:
+            plan.note("death")
+            world.crash(victim)
+        if world.now < deadly_s:
+            world.schedule.after(0.5, strike)
+
+    world.schedule.at(FIRST_S, strike)
+    scenario = plan.ready()
+    world.calm_s = deadly_s + 10.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(plan.seen["death"] == most, f"it died {plan.seen['death']} times")
 
     return Scenario(world, reached)

@@ -84,6 +84,7 @@ class WorldSettings:
     arrival_s: float = 1.0  # requests arrive within this time
     conversations: int = 0  # beside them, of several turns each
     repeats: float = 0.0  # share of requests whose prompt is another one's, at about that time or later
+    scored: float = 0.0  # share of requests that want log probabilities of their prompt's tokens
     max_prompt: int = 60
     max_tokens: int = 12
     request_timeout_s: float = 60.0
@@ -237,6 +238,7 @@ def random_settings(seed: int) -> WorldSettings:
     settings = _with_keys(settings, Random(seed ^ 0x4E15))
     settings = _with_targets(settings, Random(seed ^ 0x7A26))
     settings = _with_upgrades(settings, Random(seed ^ 0x09AD), calm or steady)
+    settings = dataclasses.replace(settings, scored=Random(seed ^ 0x5C02E).choice((0.0,) * 5 + (0.5,)))
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 

@@ -39,6 +39,7 @@ from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.deploy.sim.watch import HandoffWatch
 from baton.deploy.sim.watch_members import ViewWatch
+from baton.deploy.sim.watch_placements import PlacementWatch
 from baton.prefill.core import PrefillCore
 from baton.prefill.pipelining import LayerGroups
 from baton.transfer.api import OpenSink, SinkCommand, SourceCommand, return_key
@@ -125,7 +126,9 @@ class WorkerProcess(MemberProcess):
         self._io_timer = Wakeup(self, self._io_due, "io timer")
         self._to_io_s = self._to_engine_s = 0.0
         self._view = ViewWatch(self.name)
+        self._placements = PlacementWatch(self.name, self.core, decode) if isinstance(self.core, DecodeCore) else None
         self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
+        self._asked: dict[int, tuple[int, ...]] = {}  # by hand-off: the epochs of whom it was asked of
 
     def _make_core(self, stamp: Stamp, role: str, feed: KvFeed | None, predictor: ChunkPredictor | None) -> EngineCore:
         settings, vocab_size = self._settings, self.runner.vocab_size
@@ -203,16 +206,25 @@ class WorkerProcess(MemberProcess):
 
     def _take_events(self, now: float) -> None:
         """And due timers."""
-        core = self.core
+        core, placements = self.core, self._placements
         while self._inbox:
             event = self._inbox.popleft()
             if isinstance(event, MembershipView):
                 self._view.told(event)
-            self._post(core.handle(event, now))
+            if placements is None:
+                effects = core.handle(event, now)
+            else:
+                placements.before(event)
+                effects = core.handle(event, now)
+                placements.after(event, effects, now)
+            self._post(effects)
             self._look_who_waits()
         due_s = core.next_deadline()
         if due_s is not None and due_s <= now:
-            self._post(core.on_timer(now))
+            effects = core.on_timer(now)
+            if placements is not None:
+                placements.timer(effects, now)
+            self._post(effects)
             self._look_who_waits()
 
     def _look_who_waits(self) -> None:
@@ -237,7 +249,10 @@ class WorkerProcess(MemberProcess):
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
         self.world.probe("step_over", (self, self._step_began_s))
-        self._post(self.core.on_step(result, self.now))
+        effects = self.core.on_step(result, self.now)
+        if self._placements is not None:
+            self._placements.says(effects)
+        self._post(effects)
         self._look_who_waits()
         self._turn()
 
@@ -247,7 +262,9 @@ class WorkerProcess(MemberProcess):
         for effect in effects:
             if isinstance(effect, OpenSink):
                 self._view.asks(effect.peer)
-                self._assert_alike(effect.peer, self._view.epoch_of(effect.peer))
+                epoch = self._view.epoch_of(effect.peer)
+                self._assert_alike(effect.peer, epoch)
+                self._assert_not_in_vain(effect.key, epoch)
             elif isinstance(effect, SendTo) and isinstance(effect.body, KvEvents):
                 self.world.caches.said(self.stamp, effect.body)
             self._to_io_s = due_s = max(self._to_io_s, self._after_a_hop())
@@ -257,14 +274,27 @@ class WorkerProcess(MemberProcess):
         schedule = self.schedule
         return schedule.now + schedule.rng.random() * self._settings.thread_hop_s
 
+    def _assert_not_in_vain(self, key: HandoffKey, epoch: int) -> None:
+        """Who has failed a hand-off is asked once more at most, where it was the lane that had failed."""
+        asked = self._asked.pop(key.handoff, ())
+        assert asked.count(epoch) < 2 or key.attempt < 0, f"{self.name} asks for {key} a third time"
+        self._asked[key.handoff] = (*asked, epoch)
+        if len(self._asked) > MOST_OWNERS:
+            del self._asked[next(iter(self._asked))]
+
     def check(self) -> None:
         """All KV invariants of this worker, by the walk that explains what it finds."""
         InvariantChecker().check(self.pool, self.core.holdings())
 
-    def look_at_sessions(self) -> None:
-        """Unless it cannot have done anything about them."""
-        if isinstance(self.core, DecodeCore) and not self.paused and not self._hangs:
-            self._sessions.look(self.core, self.now)
+    def look_at_what_is_kept(self) -> None:
+        """Unless it cannot have done anything about it."""
+        if self.paused or self._hangs:
+            return
+        if isinstance(self.core, DecodeCore) and self._placements is not None:
+            self._sessions.look(self.core, self._placements.answered, self.now)
+        elif self._computing is None and self.core.load().draining:
+            kept = [one.owner_id for one in self.core.holdings() if one.owner_class is OwnerClass.REQUEST]
+            assert not kept, f"{self.name} drains, and keeps {kept} for a receiver that may come"
 
     # -------------------------------------------------------------------------------------- I/O thread
 

@@ -11,6 +11,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,11 +35,14 @@ def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> li
     settings, rng = world.settings, world.rng
     families = [[rng.randrange(VOCABULARY) for _ in range(settings.max_prompt)] for _ in range(2)]
     names: list[str] = []
-    again, keys = Random(world.seed ^ 0xA6A1), Random(world.seed ^ 0x4E7)
+    again, keys, scores = (Random(world.seed ^ salt) for salt in (0xA6A1, 0x4E7, 0x5C0E))
     tenants = [Tenant(name=f"key{number}", weight=weight) for number, weight in enumerate(settings.weights)]
     asked: list[tuple[npt.NDArray[np.int32], float]] = []
     for number in range(settings.requests):
         request = random_request(number, rng, settings, families)
+        if scores.random() < settings.scored:
+            top = scores.choice((0, 2))
+            request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=top)
         request.tenant = keys.choice(tenants)
         gateway, at_s = rng.randrange(settings.gateways), first_s + rng.random() * settings.arrival_s
         if asked and again.random() < settings.repeats:

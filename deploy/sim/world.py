@@ -107,6 +107,7 @@ class World:
         self.calm_s = 0.0
         self._killed: set[tuple[WorkerId, int]] = set()  # before they had begun
         self._given: dict[WorkerId, int] = {}  # the newest incarnation of each seat
+        self._ordered: dict[WorkerId, int] = {}  # the highest ever
 
     @property
     def now(self) -> float:
@@ -143,6 +144,8 @@ class World:
         self._given[spec.worker] = incarnation
         before = self.seats.get(spec.worker)
         assert before is None or not before.alive, f"{before.stamp} is to have a successor, and it is alive"
+        assert incarnation > self._ordered.get(spec.worker, 0), f"{spec.worker} is {incarnation} once more"
+        self._ordered[spec.worker] = incarnation
 
         def begin() -> None:
             if self._given[spec.worker] != incarnation or (spec.worker, incarnation) in self._killed:
@@ -371,6 +374,7 @@ class World:
     def _submit_to(self, process: GatewayProcess, request: ClientRequest) -> None:
         core, now, session_id = process.core, process.now, request.session_id
         process.admission.asked(request)
+        process.requests.asked(request.request_id, session_id, now + self.settings.request_timeout_s)
         if request.begins_session:
             refused = core.open_session(session_id, OWNER, now)
             assert refused is None, refused
@@ -459,7 +463,7 @@ class World:
     def _look_around(self) -> None:
         """What is not judged after each event."""
         for worker in self.workers():
-            worker.look_at_sessions()
+            worker.look_at_what_is_kept()
             assert_named(worker.pool)
         for index in self._indexes():
             self.caches.look([worker.stamp for worker in self.workers()], index)

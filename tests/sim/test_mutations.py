@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.common.errors import ErrorCode
 from baton.common.kv.events import PageLog
 from baton.common.kv.pool import KvPool
 from baton.common.kv.prefix.interface import PrefixLease
@@ -26,20 +27,22 @@ from baton.common.kv.prefix.tree import UnifiedRadixCache
 from baton.common.kv.window import SlidingWindow
 from baton.common.messages import Ack
 from baton.common.units import page_floor
-from baton.decode import admission, retract
+from baton.decode import admission, outbox, retract
 from baton.decode.admission import Admission
 from baton.decode.answers import Answers
 from baton.decode.caching import Caching
+from baton.decode.core import DecodeCore
+from baton.decode.door import Door
 from baton.decode.filling import Filling
 from baton.decode.outbox import Outbox
 from baton.decode.peers import Peers
-from baton.decode.request import DecodeRequest, Done, Incoming, Restoring
+from baton.decode.request import DecodeRequest, Done, Incoming, Restoring, Storing
 from baton.decode.restoring import Restores
 from baton.decode.returning import Returns
 from baton.decode.sessions import Sessions
 from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
-from baton.deploy import controller_core, fitting
+from baton.deploy import controller_core, fitting, seat_book
 from baton.deploy.admission import Admission as GatewayAdmission
 from baton.deploy.admission_queue import FairQueue
 from baton.deploy.controller_core import ControllerCore
@@ -49,6 +52,8 @@ from baton.deploy.gateway_releases import Releases
 from baton.deploy.gateway_states import Placing, Streaming, Waiting
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.routing.router import Router
+from baton.deploy.routing.seats import Seats
+from baton.deploy.seat_book import SeatBook
 from baton.deploy.session_book import SessionBook
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.plan import DangerMissed
@@ -56,6 +61,7 @@ from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
 from baton.prefill.grace import KeptRequests
+from baton.prefill.request import SourceRequest
 from baton.prefill.returning import Returns as PrefillReturns
 from baton.prefill.shipping import Shipping
 from baton.transfer.api import SourceAborted, SourceStopping
@@ -866,6 +872,172 @@ def take_a_ticket_twice(patch):
     patch.setattr(Tickets, "take", mutated)
 
 
+def forget_time_while_pages_are_copied(patch):
+    """The time of a request that gave way counts for nothing while a tier copies its pages."""
+    fail = Answers.fail
+
+    def mutated(self, request, code, reason, now):
+        if not (code is ErrorCode.DEADLINE_EXCEEDED and isinstance(request.state, Storing)):
+            fail(self, request, code, reason, now)
+
+    patch.setattr(Answers, "fail", mutated)
+
+
+def keep_a_turn_without_an_answer(patch):
+    """A turn of a session leaves its KV to the next one, however it has ended."""
+    done = Answers.done
+
+    def mutated(self, request, now):
+        request.answered = True
+        done(self, request, now)
+
+    patch.setattr(Answers, "done", mutated)
+
+
+def forget_that_it_was_answered(patch):
+    """A turn that a gateway ends, for it has found a stop string, is taken for one that nobody wants any more."""
+    on_cancel = DecodeCore._on_cancel
+
+    def mutated(self, sender, message, now):
+        on_cancel(self, sender, msgspec.structs.replace(message, answered=False), now)
+
+    patch.setattr(DecodeCore, "_on_cancel", mutated)
+
+
+def answer_whom_nobody_hears(patch):
+    """A decode worker goes on for a gateway that has fallen silent."""
+    patch.setattr(Peers, "is_silent", lambda self, stamp: False)
+
+
+def let_one_too_many_own_pages(patch):
+    """The bound of those who own pages is one too high."""
+    pre_alloc = Admission._pre_alloc
+    patch.setattr(Admission, "_pre_alloc", lambda self, one, active, load: pre_alloc(self, one, active - 1, load))
+
+
+def let_one_too_many_wait(patch):
+    """The bound of those who wait at a decode worker is one too high."""
+    refusal = Door.refusal
+    patch.setattr(Door, "refusal", lambda self, message, waiting: refusal(self, message, waiting - 1))
+
+
+def go_on_without_the_session(patch):
+    """A second turn finds nothing of its session, and is computed anew where it was to fail."""
+    refusal = Door.refusal
+
+    def mutated(self, message, waiting):
+        turn = message.session_turn if message.session_turn > 1 else 0
+        return refusal(self, msgspec.structs.replace(message, session_turn=turn), waiting)
+
+    patch.setattr(Door, "refusal", mutated)
+
+
+def ask_again_and_again(patch):
+    """Who has failed a hand-off is asked for it again."""
+
+    def mutated(self, request, member):
+        return member.role == "prefill" and member.group == self._group and member.stamp.worker not in self._silent
+
+    patch.setattr(Peers, "_can_fill", mutated)
+
+
+def score_from_the_cache(patch):
+    """A prompt whose tokens' log probabilities are wanted is computed from where it is cached."""
+    patch.setattr(SourceRequest, "scored", False)
+
+
+def lose_the_scores_of_a_prompt(patch):
+    """Log probabilities of a prompt's tokens are said with the first token, and not again with what was missed."""
+    piece = outbox._piece
+    patch.setattr(outbox, "_piece", lambda *rest: msgspec.structs.replace(piece(*rest), prompt_logprobs=None))
+
+
+def keep_while_leaving(patch):
+    """A prefill worker that drains keeps what it has for receivers that may come."""
+    patch.setattr(KeptRequests, "take_oldest", lambda self: None)
+
+
+def end_without_a_word(patch):
+    """A request that ends before its first token is not cancelled at its worker."""
+    fail = GatewayCore._fail
+
+    def mutated(self, request, failure, now, out):
+        with patch.context() as inner:
+            if not request.outputs:
+                inner.setattr(GatewayCore, "_release_current", lambda self, *rest, **named: None)
+            fail(self, request, failure, now, out)
+
+    patch.setattr(GatewayCore, "_fail", mutated)
+
+
+def ask_who_has_refused(patch):
+    """A gateway does not remember who has refused a request."""
+    place = Router.place
+
+    def mutated(self, role, prompt, draw, refused_by=(), *rest, **named):
+        return place(self, role, prompt, draw, (), *rest, **named)
+
+    patch.setattr(Router, "place", mutated)
+
+
+def give_to_who_drains(patch):
+    """A gateway takes no notice of who drains."""
+    heard = Seats.heard
+    patch.setattr(
+        Seats, "heard", lambda self, stamp, load: heard(self, stamp, msgspec.structs.replace(load, draining=False))
+    )
+
+
+def count_no_turns(patch):
+    """A gateway does not know how many turns of a session there were."""
+    end_turn = SessionBook.end_turn
+
+    def mutated(self, session, worker, now):
+        before = end_turn(self, session, worker, now)
+        session.turns = min(session.turns, 1)
+        return before
+
+    patch.setattr(SessionBook, "end_turn", mutated)
+
+
+def restart_without_a_bound(patch):
+    """A seat is filled as often as its process dies."""
+    init = ControllerCore.__init__
+
+    def mutated(self, seats, liveness, *rest):
+        init(self, seats, dataclasses.replace(liveness, max_restarts_per_minute=1 << 20), *rest)
+
+    patch.setattr(ControllerCore, "__init__", mutated)
+
+
+def let_the_last_one_go(patch):
+    """Whoever is alone in his role may change it."""
+    patch.setattr(SeatBook, "has_peer", lambda self, seat, but_extra=False: True)
+
+
+def let_several_leave_at_once(patch):
+    """Who is to be replaced in an upgrade is asked to leave whoever else is away."""
+    next_to_replace = seat_book.next_to_replace
+    patch.setattr(
+        seat_book,
+        "next_to_replace",
+        lambda turns: next_to_replace([dataclasses.replace(one, there=True) for one in turns]),
+    )
+
+
+def ask_to_leave_before_looking(patch):
+    """A controller asks the next one to leave, and then looks who has fallen silent."""
+    on_timer, go_on = ControllerCore.on_timer, ControllerCore._go_on_with_changes
+
+    def mutated(self, now):
+        self.book.prove(self._liveness.dead_after_s, now)
+        effects = [] if self._shutting_down else go_on(self, now)
+        return effects + on_timer(self, now)
+
+    patch.setattr(ControllerCore, "on_timer", mutated)
+    patch.setattr(ControllerCore, "_go_on_with_changes", lambda self, now: [])
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -943,6 +1115,25 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     look_at_no_ticket,
     believe_in_any_mac,
     take_a_ticket_twice,
+    forget_time_while_pages_are_copied,
+    keep_a_turn_without_an_answer,
+    forget_that_it_was_answered,
+    answer_whom_nobody_hears,
+    let_one_too_many_own_pages,
+    let_one_too_many_wait,
+    go_on_without_the_session,
+    ask_again_and_again,
+    score_from_the_cache,
+    lose_the_scores_of_a_prompt,
+    keep_while_leaving,
+    end_without_a_word,
+    ask_who_has_refused,
+    give_to_who_drains,
+    count_no_turns,
+    restart_without_a_bound,
+    let_the_last_one_go,
+    let_several_leave_at_once,
+    ask_to_leave_before_looking,
 ]
 
 

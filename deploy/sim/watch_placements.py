@@ -1,0 +1,177 @@
+"""What a decode worker owes the gateways that have given it requests: an oracle beside its core, told of each event.
+
+A request that is forgotten, kept too long or taken in where it should not be is mended by its gateway, which asks
+again, goes elsewhere, or ends it by its own clock. So each event is compared with what must come of it *in the same
+step*.
+
+- D1  Who drains takes nothing new, and nobody waits beyond the bound. A later turn of a session is refused, where that
+      is wanted, exactly when nothing of the session is there.
+- D2  A placement ends by its deadline; and at once when its gateway cancels it, is lost or says nothing, when that has
+      placed it here once more, or when all is handed over.
+      Only a turn that has ended with its answer leaves its KV to the next one.
+- D3  What is said of an answer follows what was said before, or repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.common.config import DecodeConfig
+from baton.common.engine.core_api import FromPeer, HandOver, MembershipView, SendTo
+from baton.common.errors import ErrorCode
+from baton.common.ids import RequestId, SessionId, Stamp
+from baton.common.kv.census import OwnerClass
+from baton.common.messages import CancelRequest, Failure, Output, Resume, Submit, Submitted
+from baton.decode.core import DecodeCore
+
+PlacementKey = tuple[RequestId, int]
+MOST_OVER = 1024
+"""Ends that are remembered: a Submit may come once more."""
+
+
+@dataclass(slots=True)
+class _Placement:
+    gateway: Stamp
+    deadline_s: float
+    said: int  # outputs that its gateway has, or was sent
+    session_id: SessionId
+
+
+class PlacementWatch:
+    """Of one decode worker."""
+
+    def __init__(self, name: str, core: DecodeCore, config: DecodeConfig) -> None:
+        self._name = name
+        self._core = core
+        self._config = config
+        self._open: dict[PlacementKey, _Placement] = {}
+        self._over: dict[PlacementKey, None] = {}  # the last ones
+        self._listed: frozenset[Stamp] = frozenset()
+        self._version = 0
+        self._look_at_s = math.inf  # nobody is late before
+        self._queued = 0
+        self._has_session = False
+        self._answered = False  # elsewhere, of the request that is cancelled now
+        self.answered: set[SessionId] = set()  # sessions of which a turn has ended with its answer
+
+    def before(self, event: object) -> None:
+        """It is going to be handled."""
+        if isinstance(event, FromPeer) and isinstance(event.body, Submit):
+            session_id = event.body.session_id
+            self._queued = self._core.queued
+            self._has_session = bool(session_id) and self._keeps(session_id)
+
+    def _keeps(self, session_id: str) -> bool:
+        held = (one for one in self._core.holdings() if one.owner_class is OwnerClass.SESSION)
+        return any(one.owner_id == session_id for one in held)
+
+    def after(self, event: object, effects: Sequence[object], now: float) -> None:
+        if isinstance(event, FromPeer) and isinstance(event.body, Submit):
+            self._submitted(event.sender, event.body, effects, now)
+        self._answered = isinstance(event, FromPeer) and isinstance(event.body, CancelRequest) and event.body.answered
+        self.says(effects)
+        self._answered = False
+        match event:
+            case FromPeer(sender, CancelRequest() as cancel):
+                key = cancel.request_id, cancel.placement
+                placement = self._open.get(key)
+                assert placement is None or placement.gateway != sender, f"{self._name} goes on with {key}, cancelled"
+            case FromPeer(sender, Resume() as resume):
+                key = resume.request_id, resume.placement
+                again = [one.body for one in effects if isinstance(one, SendTo) and isinstance(one.body, Output)]
+                from_there = any(_key_of(one) == key and one.first_index <= resume.next_index for one in again)
+                assert from_there, f"{self._name} does not say what {sender} lacks: {resume}"
+            case MembershipView() if event.version >= self._version:
+                self._viewed(event)
+            case HandOver():
+                assert not self._open, f"{self._name} keeps {list(self._open)} to itself, and leaves"
+            case _:
+                pass
+
+    def _submitted(self, sender: Stamp, submit: Submit, effects: Sequence[object], now: float) -> None:
+        key = submit.request_id, submit.placement
+        answers = [one.body for one in effects if isinstance(one, SendTo)]
+        for answer in answers:
+            if isinstance(answer, Output) and answer.failure is not None and _key_of(answer) == key:
+                self._refused(submit, answer.failure)
+        known = key in self._open or key in self._over
+        if known or not any(isinstance(one, Submitted) and _key_of(one) == key for one in answers):
+            return
+        self._let_in(submit)
+        older = [other for other, one in self._open.items() if other[0] == key[0] and one.gateway == sender]
+        placement = self._open[key] = _Placement(
+            sender, now + submit.ttl_s, len(submit.outputs) // 4, SessionId(submit.session_id)
+        )
+        self._look_at_s = min(self._look_at_s, placement.deadline_s)
+        ended = {_key_of(one) for one in answers if isinstance(one, Output) and _is_last(one)}
+        assert ended.issuperset(older), f"{self._name} answers {older} beside {key}"
+
+    def _let_in(self, submit: Submit) -> None:
+        """D1"""
+        assert not self._core.load().draining, f"{self._name} drains, and takes {submit.request_id} in"
+        most = self._config.max_queued_requests
+        assert self._queued < most, f"{self._name} takes {submit.request_id} in behind {self._queued} of {most}"
+        lost = submit.session_turn > 0 and not self._has_session and self._config.lost_session == "fail"
+        assert not lost, f"{self._name} answers {submit.request_id} without what its session had"
+
+    def _refused(self, submit: Submit, failure: Failure) -> None:
+        match failure.code:
+            case ErrorCode.DRAINING:
+                assert self._core.load().draining, f"{self._name} refuses {submit.request_id}: {failure}"
+            case ErrorCode.OVERLOADED:
+                full = self._queued >= self._config.max_queued_requests
+                assert full, f"{self._name} refuses {submit.request_id} behind {self._queued}"
+            case ErrorCode.SESSION_LOST:
+                lost = submit.session_turn > 0 and not self._has_session
+                assert lost, f"{self._name} has the session of {submit.request_id}: {failure}"
+            case _:
+                pass
+
+    def _viewed(self, view: MembershipView) -> None:
+        listed = frozenset(member.stamp for member in view.members)
+        gone = self._listed - listed
+        self._version, self._listed = view.version, listed
+        for key, one in self._open.items():
+            lost = one.gateway in gone or one.gateway.worker in view.silent
+            assert not lost, f"{self._name} goes on with {key} of {one.gateway}, which is gone or silent"
+
+    def timer(self, effects: Iterable[object], now: float) -> None:
+        self.says(effects)
+        if now >= self._look_at_s:
+            for key, one in self._open.items():
+                assert one.deadline_s > now, f"{self._name} has forgotten the deadline of {key}"
+            self._look_at_s = min((one.deadline_s for one in self._open.values()), default=math.inf)
+
+    def says(self, effects: Iterable[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendTo) and isinstance(effect.body, Output):
+                self._said(effect.body)
+
+    def _said(self, output: Output) -> None:
+        """D3"""
+        key = _key_of(output)
+        placement = self._open.get(key)
+        if placement is None:
+            return
+        end = output.first_index + len(output.tokens) // 4
+        assert output.first_index <= placement.said, f"{self._name} leaves a gap in {key}: {output}"
+        placement.said = max(placement.said, end)
+        if _is_last(output):
+            del self._open[key]
+            if output.finish_reason or self._answered:
+                self.answered.add(placement.session_id)
+            elif placement.session_id and not self._keeps(placement.session_id):
+                self.answered.discard(placement.session_id)  # the turn had what was kept, and nobody has it now
+            self._over[key] = None
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
+
+
+def _key_of(body: Output | Submitted) -> PlacementKey:
+    return body.request_id, body.placement
+
+
+def _is_last(output: Output) -> bool:
+    return bool(output.finish_reason) or output.failure is not None

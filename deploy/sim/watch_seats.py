@@ -1,0 +1,57 @@
+"""What a controller may want of its seats, and when: an oracle beside its core.
+
+A cluster in which too many leave, or come up too often, still answers: others take the work. So each order is compared
+with what was true when it was given. Owns an account of the orders of one controller; its successor has its own.
+
+- S1  A seat has at most `max_restarts_per_minute` processes in a minute (C4).
+- S2  Nobody changes his role who is the last of it (C5); the next process in his seat has the new one.
+- S3  Whoever leaves for an upgrade does so when all others are there (C6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.common.config import LivenessConfig
+from baton.common.ids import WorkerId
+from baton.common.messages import Member
+from baton.deploy.controller_core import ControllerCore
+from baton.deploy.controller_seats import DrainWorker, SeatSpec
+
+MINUTE_S = 60.0
+
+
+class SeatWatch:
+    """Of one controller."""
+
+    def __init__(self, core: ControllerCore, liveness: LivenessConfig) -> None:
+        self._core = core
+        self._most = liveness.max_restarts_per_minute
+        self._started_s: dict[WorkerId, list[float]] = {}
+        self._roles: dict[WorkerId, str] = {}  # that an operator wants
+
+    def starts(self, spec: SeatSpec, now: float) -> None:
+        recent = [at_s for at_s in self._started_s.get(spec.worker, ()) if at_s > now - MINUTE_S]
+        assert len(recent) < self._most, f"{spec.worker} is started at {now} after {recent} (S1)"
+        self._started_s[spec.worker] = [*recent, now]
+        wanted = self._roles.get(spec.worker, spec.role)
+        assert spec.role == wanted, f"{spec.worker} becomes {spec.role}, and was to become {wanted} (S2)"
+
+    def flipped(self, worker: WorkerId, role: str, live: Iterable[Member]) -> None:
+        """That was granted; `live`: who took requests before."""
+        own = next(one for one in live if one.stamp.worker == worker)
+        others = [one for one in live if one is not own and one.role == own.role]
+        assert others, f"{worker} was the last {own.role} worker, and leaves (S2)"
+        self._roles[worker] = role
+
+    def upgrades(self, effects: Iterable[object]) -> None:
+        """What came of a change, or of the time."""
+        leaving = {one.worker for one in effects if isinstance(one, DrainWorker)}
+        if not leaving:
+            return
+        seats = {seat.spec.worker: seat for seat in self._core.book.seats.values()}
+        going = {worker for worker in leaving if not self._core.book.is_surplus(seats[worker])}
+        states = {one.worker: one.state for one in self._core.status()}
+        away = {worker for worker, state in states.items() if state != "live" and not seats[worker].spec.extra}
+        assert len(going) <= 1, f"{going} leave at once (S3)"
+        assert not going or away <= leaving, f"{going} leave while {away} are not there (S3)"
