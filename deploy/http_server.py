@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import anyio
 import uvicorn
 
 from baton.common.clock import MonotonicClock
@@ -110,6 +111,8 @@ class GatewayServer:
                 server_header=False,
             )
         )
+        async with anyio.create_task_group():
+            pass  # it loads half of itself when it is first used, which would be in the first stream
         # The socket listens already: connections wait in its backlog until the server takes them.
         self._loop.call_soon(self._started.set_result, gateway)
         await self._server.serve(sockets=[self._listener])

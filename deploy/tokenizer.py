@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
 
@@ -252,7 +253,15 @@ def load_served_model(config: ClusterConfig) -> ServedModel:
     tokenizer = load_tokenizer(config.model.model)
     guides = Guides(lambda: model_vocabulary(tokenizer, info.vocab_size, info.eos_token_ids))
     guides.prepare()
-    return _served(config, info, max_model_len, ModelTokenizer(tokenizer), guides)
+    served = _served(config, info, max_model_len, ModelTokenizer(tokenizer), guides)
+    _compile_template(served.tokenizer)
+    return served
+
+
+def _compile_template(tokenizer: Tokenizer) -> None:
+    """Else the first conversation waits for it. Templates are programs: one that fails here may work with others."""
+    with suppress(RequestError, TypeError, ValueError, LookupError, AttributeError):
+        tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "Hello."}]))
 
 
 def _served(
