@@ -8,6 +8,7 @@ Never: decides anything, or holds a lock on the way of a token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -28,7 +29,7 @@ from baton.deploy.tokenizer import ServedModel, load_served_model
 from baton.transfer.actor import INQUIRY, WATCH, ProcessActor, in_group
 from baton.transfer.io import IoThread, refusals_of
 from baton.transfer.keys import KeyPair
-from baton.transfer.process import ProcessSpec
+from baton.transfer.process import ProcessSpec, pin_process
 
 
 class GatewayProcess:
@@ -46,6 +47,7 @@ class GatewayProcess:
     def load(self, say: Progress) -> IoThread:
         """Raises ConfigError when the port is taken, or the model or a routing policy cannot be had."""
         config = self._spec.config
+        pin_process(os.sched_getaffinity(0).intersection(self._spec.cores))  # another node may have none of them
         number = int(self._spec.worker.rpartition("-")[2])
         listener = open_listener(config.gateway.host, config.gateway_port(number))
         keys = keys_of(config.gateway.api_keys_file, MonotonicClock())

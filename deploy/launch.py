@@ -14,7 +14,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,7 +367,8 @@ def _seats(config: ClusterConfig) -> tuple[PlannedSeat, ...]:
         seats.append(PlannedSeat(spec=spec, cores=cores[index], place=place_of(role, config.placement)))
     place = place_of("gateway", config.placement)
     specs = [SeatSpec(WorkerId(f"gateway-{number}"), "gateway") for number in range(config.gateways)]
-    return (*seats, *(PlannedSeat(spec=spec, cores=(), place=place) for spec in specs))
+    left = cores_left(cores)
+    return (*seats, *(PlannedSeat(spec=spec, cores=left, place=place) for spec in specs))
 
 
 def cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
@@ -377,6 +378,13 @@ def cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
         return [() for _ in range(workers)]
     available = sorted(os.sched_getaffinity(0))
     return [(available[index % len(available)],) for index in range(workers)]
+
+
+def cores_left(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Beside those of workers: where gateways do not take time from steps. Empty when workers are not pinned, or have
+    all of them."""
+    taken = {core for own in cores for core in own}
+    return tuple(core for core in sorted(os.sched_getaffinity(0)) if core not in taken) if taken else ()
 
 
 def wait_for(handle: ClusterHandle, missing: Missing, on_progress: Progress) -> None:

@@ -59,7 +59,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
         soft_wrap=True,
     )
     # Overhead: of a step on average, outside of the model.
-    load_columns = (">running", ">queued", ">steps", ">overhead", ">pages available", ">of")
+    load_columns = (">running", ">queued", ">steps", ">overhead", ">available", ">pages", ">cpu")
     table = make_table("Workers", "worker", "role", "state", *load_columns)
     for worker in status.workers:
         load = worker.load
@@ -72,6 +72,7 @@ def print_status(status: GatewayStatus, console: Console) -> None:
             *(str(count) for count in (load.running, load.queued, load.steps)),
             f"{1e3 * load.step_overhead_s / load.steps:.2f} ms" if load.steps else "",
             *pages,
+            ",".join(map(str, account_of(status, worker.worker).cores)),
         )
     print_table(table, console)
     _print_seats(status, console)

@@ -78,6 +78,7 @@ class LaneState(Struct, frozen=True, kw_only=True):
 class WorkerAccount(Struct, frozen=True, kw_only=True):
     """What is read of a worker's own account (`baton.transfer.worker.WorkerStatus`) in `details`."""
 
+    cores: tuple[int, ...] = ()  # that it is pinned to; none: to none
     component: str = Component.FULL  # the model's first, whose `census` is
     census: dict[str, int] = {}
     components: dict[str, dict[str, int]] = {}  # those of the others

@@ -17,7 +17,7 @@ import select
 import signal
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,8 +190,9 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def pin_process(cores: tuple[int, ...]) -> None:
+def pin_process(cores: Iterable[int]) -> None:
     """Pins every thread of this process to these cores, and so those they start later; no-op for none."""
+    cores = tuple(cores)
     if not cores:
         return
     for thread in os.listdir("/proc/self/task"):

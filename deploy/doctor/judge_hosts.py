@@ -71,6 +71,9 @@ def _cores(host: Host, facts: HostFacts, config: ClusterConfig) -> Finding:
     if usable < workers * config.placement.cpus:
         way_out = f"workers share cores and slow each other down: at most {int(usable)} here (--prefill, --decode)"
         return Finding("cores", Severity.WARN, value, way_out, f"{workers * config.placement.cpus}")
+    left = int(usable) - workers * config.placement.cpus
+    if config.pin_cores:
+        value += f", a core each; gateways on the other {left}" if left else ", a core each; gateways on the same"
     return Finding("cores", Severity.OK, value)
 
 

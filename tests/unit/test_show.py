@@ -57,7 +57,10 @@ def status_with(**decode_pages: int) -> GatewayStatus:
                 seconds=1.0,
             )
         ],
-        details={name: {"census": census, "lanes": lanes, "pid": 1} for name, census in censuses.items()},
+        details={
+            name: {"census": census, "lanes": lanes, "pid": 1, "cores": [core]}
+            for core, (name, census) in enumerate(censuses.items(), 6)
+        },
     )
 
 
@@ -92,6 +95,7 @@ def shown_by(show: object, *values: object) -> str:
 
 def test_status_fits_a_terminal() -> None:
     shown = shown_by(print_status, status_with())
+    assert [line.split()[-1] for line in shown.splitlines() if line.startswith("prefill-0@2")] == ["6"], "its core"
     for word in ("some-model", "decode-0@2", "prefill-0", "local", "1.0 GiB", "free or cached"):
         assert word in shown
     assert "ucx down (no ucxx), tcp 0.28, zmq up" in shown
