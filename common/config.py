@@ -121,7 +121,9 @@ class DecodeConfig(ByName):
     num_reserved_decode_tokens: int = 512  # room for growth kept per active request at admission
     local_prefill_max_tokens: int = 0  # uncached prompt parts up to this are prefilled here, not handed over
     chunk_tokens: int = 256  # most query tokens of a local prefill in one step
-    chunk_target_s: float = 0.0  # fewer where a step that streams wait for would take longer; as of prefill workers
+    itl_s: float | None = None  # fewer where streams would wait longer for their next token, or twice as long as alone
+    # where that is more; None: autoscale.itl_s; 0: no fewer
+    chunk_target_s: float = 0.0  # in place of itl_s: by a profile made at start, as of prefill workers
     max_sessions: int = 256  # conversations whose KV is kept between turns; 0: none
     session_ttl_s: float = 600.0  # and so long
     lost_session: Literal["prefill", "fail"] = "prefill"  # a later turn whose KV is gone: computed again, or refused

@@ -307,6 +307,7 @@ def _natural_settings(config: ClusterConfig) -> list[tuple[str, float]]:
         ("prefill_worker.grace_s", config.prefill_worker.grace_s),
         ("prefill_worker.chunk_target_s", config.prefill_worker.chunk_target_s),
         ("decode_worker.chunk_target_s", config.decode_worker.chunk_target_s),
+        ("decode_worker.itl_s", config.decode_worker.itl_s or 0.0),
         ("kv.swa_pages", config.kv.swa_pages or 0),
         ("kv.state_slots", config.kv.state_slots or 0),
         ("kv.tiers.host_bytes", config.kv.tiers.host_bytes),

@@ -165,8 +165,9 @@ def resolve(
     config, lanes = _decide_lanes(config, machine, explicit="transfer.lanes" in chosen)
     config, attention = _decide_attention(config, machine)
     config, layout = _decide_page_layout(config)
+    config, pace = _decide_pace(config)
     config, memory = _decide_memory(config, find_model(config.model.model))
-    return Resolved(config, (*given, *lanes, *attention, *layout, *memory))
+    return Resolved(config, (*given, *lanes, *attention, *layout, *pace, *memory))
 
 
 def get(config: ClusterConfig, name: str) -> object:
@@ -215,6 +216,14 @@ def _decide_page_layout(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Dec
         return config, ()
     config = dataclasses.replace(config, kv=dataclasses.replace(kv, page_layout=layout.value))
     return config, (Decision("kv.page_layout", layout.value, f"{config.model.attention}, pages of {kv.page_size}"),)
+
+
+def _decide_pace(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    own = config.decode_worker
+    if own.itl_s is not None:
+        return config, ()
+    config = dataclasses.replace(config, decode_worker=dataclasses.replace(own, itl_s=config.autoscale.itl_s))
+    return config, (Decision("decode_worker.itl_s", config.autoscale.itl_s, "as autoscale.itl_s"),)
 
 
 def _decide_memory(config: ClusterConfig, model: ModelFacts) -> tuple[ClusterConfig, tuple[Decision, ...]]:

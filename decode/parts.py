@@ -9,6 +9,7 @@ from __future__ import annotations
 from baton.common.config import DecodeConfig, TiersConfig, TransferConfig
 from baton.common.deadlines import Deadlines
 from baton.common.engine.chunk_predictor import ChunkPredictor
+from baton.common.engine.pacing import ItlPacer
 from baton.common.ids import Stamp
 from baton.common.kv.pool import KvPool
 from baton.common.kv.tiers.api import TierCommand
@@ -58,7 +59,8 @@ class Parts:
         self.waiting = WaitingRequests(pool, config, self.sessions)
         self.handoffs = Handoffs(stamp.epoch)
         self.peers = Peers(stamp)
-        self.steps = Steps(pool, config.chunk_tokens, predictor)
+        pacer = ItlPacer(config.itl_s) if config.itl_s and predictor is None else None
+        self.steps = Steps(pool, config.chunk_tokens, predictor, pacer)
 
     @property
     def lacking(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from baton.common.engine.batch import I32, Batch, BatchRow, History, pack_batch
 from baton.common.engine.chunk_predictor import ChunkPredictor, StepRoom
 from baton.common.engine.chunks import ChunkBudget, chunk_row
+from baton.common.engine.pacing import ItlPacer
 from baton.common.engine.packing import DecodeRows, join_batches, pack_decode_rows
 from baton.common.kv.pool import KvPool, Refused
 from baton.decode.request import DecodeRequest, Prefilling, Running
@@ -23,13 +24,20 @@ MakeRoom = Callable[[DecodeRequest, Refused], bool]
 
 
 class Steps:
-    """`chunk_tokens`: most tokens of local prefills in one step. With `predictor` there are fewer where streams would
-    wait too long for the end of the step."""
+    """`chunk_tokens`: most tokens of local prefills in one step. With `predictor` or `pacer` there are fewer where
+    streams would wait too long for the end of the step."""
 
-    def __init__(self, pool: KvPool, chunk_tokens: int, predictor: ChunkPredictor | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        chunk_tokens: int,
+        predictor: ChunkPredictor | None = None,
+        pacer: ItlPacer | None = None,
+    ) -> None:
         self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._predictor = predictor
+        self._pacer = pacer
         self._room: StepRoom | None = None  # of the launched step, with a predictor and chunks
         self.running: list[DecodeRequest] = []  # oldest first
         self._joined: list[DecodeRequest] = []  # since the last plan
@@ -70,6 +78,8 @@ class Steps:
         if self._predictor is not None and self._room is not None:
             self._predictor.learn(self._room, took_s)
         self._room = None
+        if self._pacer is not None and self._rows:
+            self._pacer.learn(sum(end - one.record.kv_committed_len for one, end in self._chunks), took_s)
         rows, chunks = self._rows, self._chunks
         self._rows, self._chunks = [], []
         return rows, chunks
@@ -129,9 +139,12 @@ class Steps:
     def _pack_chunks(self) -> Batch | None:
         if not self.prefilling:
             return None
+        paced = self._chunk_tokens if self._pacer is None else self._pacer.most_tokens(len(self._rows))
+        if not paced:
+            return None
         rows: list[BatchRow] = []
         self._room = self._step_room()
-        budget = ChunkBudget(self._pool, self._chunk_tokens, self._room)
+        budget = ChunkBudget(self._pool, min(paced, self._chunk_tokens), self._room)
         for request in self.prefilling:
             record = request.record
             assert isinstance(request.state, Prefilling), request.state

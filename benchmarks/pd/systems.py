@@ -22,6 +22,7 @@ from baton.common.config import ClusterConfig, DecodeConfig, GatewayConfig, KvCo
 from baton.common.model.loading import Dtype, load_tokenizer, weights_directory
 from baton.deploy.launch import ClusterHandle, launch
 from benchmarks.children import ROOT
+from benchmarks.pd.load import ITL_SLO_S
 
 MAX_LEN = 4096
 START_S = 900.0
@@ -55,7 +56,7 @@ class Baton:
             decode=decode,
             model=ModelConfig(model=model, dtype=dtype, max_model_len=MAX_LEN),
             kv=KvConfig(pool_bytes=1 << 30),
-            decode_worker=DecodeConfig(chunk_tokens=256),
+            decode_worker=DecodeConfig(chunk_tokens=256, itl_s=ITL_SLO_S),
             liveness=LivenessConfig(dead_after_s=15.0),
             gateway=GatewayConfig(port=0),
         )

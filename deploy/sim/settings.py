@@ -259,11 +259,15 @@ def _with_keys(settings: WorldSettings, rng: Random) -> WorldSettings:
 
 def _with_targets(settings: WorldSettings, rng: Random) -> WorldSettings:
     """In some worlds chunks follow what a step is predicted to take; in some of these the profile breaks, and they
-    do not."""
+    do not. In some a time between two tokens is promised."""
     # From less than any step takes, to what some dozens of tokens take.
     prefill_s, decode_s = (rng.choice((0.0, 0.001, 0.015, 0.035)) for _ in range(2))
     steps = rng.choice((0, 5, 1 << 20, 1 << 20))
-    if rng.random() >= TARGETS_SHARE:
+    aimed = rng.random() < TARGETS_SHARE
+    promised_s = rng.choice((None, None, 0.001, 0.035))
+    paced = dataclasses.replace(settings.decode_config, itl_s=promised_s)
+    settings = dataclasses.replace(settings, decode_config=paced)
+    if not aimed:
         return settings
     return dataclasses.replace(
         settings,

@@ -197,6 +197,14 @@ def test_attention_is_compiled_where_there_is_a_compiler() -> None:
     assert decide("model.attention=torch", machine=FULL).config.model.attention == "torch"
 
 
+def test_a_step_may_take_what_was_promised_between_two_tokens() -> None:
+    assert decide("autoscale.itl_s=0.2").config.decode_worker.itl_s == 0.2
+    assert decision(decide(), "decode_worker.itl_s").value == 0.05
+    assert decide("decode_worker.itl_s=0", "autoscale.itl_s=0.2").config.decode_worker.itl_s == 0
+    with pytest.raises(ConfigError, match=r"decode_worker\.itl_s"):
+        decide("decode_worker.itl_s=-1")
+
+
 def test_pages_come_from_bytes_and_the_length_from_model_and_pool() -> None:
     resolved = decide("kv.pool_bytes=1048576")
     assert resolved.config.kv.num_pages == 1024 // 16
