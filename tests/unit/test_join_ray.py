@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,3 +248,31 @@ def test_no_ray_is_started_for_an_address_that_this_machine_does_not_have(
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("started Ray"))
     with pytest.raises(ConfigError, match=rf"bind_host = '{host}': cannot listen there: .*machine's, or node"):
         ray_join.connect_ray(ClusterConfig(bind_host=host), None, silent, None)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_sigterm_is_the_callers_again_behind_a_join_and_one_that_came_meanwhile_is_his(
+    meanwhile: bool, monkeypatch: pytest.MonkeyPatch, listener: str
+) -> None:
+    told: list[int] = []
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        if meanwhile:
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_sigterm(number: int, _: object) -> None:
+        told.append(number)
+
+    monkeypatch.setattr(ray, "init", init)
+    usual = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        if meanwhile:
+            with pytest.raises(LaunchError, match="told to stop"):
+                ray_join.join_ray(listener)
+        else:
+            ray_join.join_ray(listener)
+        assert signal.getsignal(signal.SIGTERM) is on_sigterm
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert told == [signal.SIGTERM] * meanwhile
