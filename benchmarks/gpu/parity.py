@@ -22,8 +22,8 @@ REFERENCES: Final = Path(__file__).parents[2] / "tests" / "data" / "references" 
 DECODE: Final = ((1, 1), (1, 17), (1, 600), (1, 5000), (1, 64))  # (queries, KV length)
 MIXED: Final = ((1, 17), (5, 5), (33, 130), (1, 3000), (300, 2100), (64, 64))
 SMALL: Final = (((1, 1), (1, 40)), ((1, 17), (6, 20)))
-TIE: Final = 1e-4
-"""Logits that are closer than this may be told apart either way."""
+TIE: Final = 1e-3
+"""Logits that are closer than this may be told apart either way: the stored ones were computed on CPUs."""
 TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 CASES: Final = (  # page size, head size, group, kv heads, window, soft cap, sinks
     (16, 64, 3, 3, 0, 0.0, False),

@@ -152,6 +152,8 @@ def test_without_graphs_it_goes_on_and_says_so_once(directory_of: Callable[[str]
             run_step(runner, pools, several, [99, 99])
     assert [one.outputs for one in found] == [one.outputs for one in expected]
     assert device.tries == 1, "the size is not tried again"
+    assert with_graphs.graphs is not None
+    assert with_graphs.graphs.captured == (2,), "two rows need no padding"
 
 
 class Noting(HostDevice):

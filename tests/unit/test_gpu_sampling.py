@@ -17,6 +17,7 @@ KINDS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5, seed=5),
     "top-p": SamplingParams(temperature=1.0, top_p=0.5, seed=6),
     "all": SamplingParams(temperature=1.3, top_k=50, top_p=0.8, min_p=0.01, seed=7),
+    "few": SamplingParams(temperature=2.0, top_k=8, top_p=0.6, seed=9),
     "min-p": SamplingParams(temperature=1.0, min_p=0.2, seed=8),
 }
 
@@ -40,6 +41,11 @@ def test_ties_are_settled_alike(kind: str) -> None:
     arguments = host_arguments(params, indices)
     rows = torch.tensor(arguments, dtype=torch.float64) if arguments else None
     assert sample_on_device(logits, rows).tolist() == expected
+
+
+def test_a_draw_of_nothing_takes_the_first_token_that_weighs_something() -> None:
+    logits = torch.tensor([[-9.0, 1.0, 1.0, 0.0]])
+    assert sample_on_device(logits, torch.tensor([[1.0, 0, 1.0, 0.5, 0.0]], dtype=torch.float64)).tolist() == [1]
 
 
 def test_what_the_host_has_to_choose() -> None:

@@ -71,7 +71,7 @@ class CudaEngineDevice:
         return torch.cuda.stream(self._stream)
 
     def event(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits leaves its core to the I/O thread (ADR 0005)
         event.record(self._stream)
         return _CudaEvent(event)
 
@@ -85,7 +85,8 @@ class CudaEngineDevice:
                 for _ in range(WARM_UP_RUNS):
                     work()
             self._stream.synchronize()
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            # Of this thread alone: the I/O thread asks about its copies meanwhile, which else would end the capture.
+            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
                 found = work()
         except RuntimeError as error:  # torch's word for what CUDA does not allow, memory that is not there among it
             torch.cuda.synchronize(self.place)

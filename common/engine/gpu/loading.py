@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from baton.common.engine.backends import AttentionChoice, choose_device_backends
+from baton.common.engine.backends import AttentionChoice, choose_device_backends, importable
 from baton.common.engine.gpu.device import CudaEngineDevice
 from baton.common.engine.gpu.runner import DeviceRunner
 from baton.common.engine.guiding import Guides, model_vocabulary
@@ -34,6 +34,9 @@ def load_on_cuda(
     if not torch.cuda.is_available():
         hint = "placement.gpus=1 where Ray assigns GPUs, or model.device=cpu"
         raise ConfigError("model.device", "cuda", "torch sees no CUDA device in this process", hint)
+    if not importable("triton"):
+        reason = "triton is not installed, by which pages are copied there"
+        raise ConfigError("model.device", "cuda", reason, 'pip install "baton-pd[gpu]"')
     info, place = model_info(spec, progress), torch.device("cuda", torch.cuda.current_device())
     device = CudaEngineDevice(place)
     with device.stream():
