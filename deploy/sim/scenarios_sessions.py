@@ -146,6 +146,29 @@ def session_that_was_stopped(seed: int) -> Scenario:
     return scenario
 
 
+def session_closed_too_soon(seed: int) -> Scenario:
+    """A session is closed while a turn of it is answered: the turn has its answer, and nothing is kept behind it."""
+    plan = Plan(replace(BASE, decode=1, decode_config=CONVERSING), seed)
+    prompt = np.random.default_rng([seed, 12]).integers(0, 258, 20 + seed % 5).astype(np.int32)
+    request = plan.enter(asking("t0", prompt, tokens=40, session=SESSION), FIRST_S)
+    request.begins_session = True
+
+    def close(details: object) -> None:
+        if not request.outcome:
+            plan.note("closed while it was answered")
+        plan.world.close_session(SESSION, 0)
+
+    def look() -> None:
+        kept = [worker.stamp.worker for worker in plan.world.workers("decode") if _sessions(worker)]
+        assert not kept, f"{kept} keep a session that was closed"
+
+    plan.once("step_over", lambda details: len(request.tokens) > 2, close)
+    request.then = lambda _: plan.world.schedule.after(0.5, look)
+    scenario = plan.ready("closed while it was answered")
+    plan.world.calm_s = FIRST_S + 2.0
+    return scenario
+
+
 def session_goes_below(seed: int) -> Scenario:
     """A session that ends is in the tree, and from there in a tier, answer and all."""
     settings = replace(BASE, decode=1, tiers=TIERS, tier_loss=0.0, decode_config=CONVERSING)
@@ -206,6 +229,7 @@ SCENARIOS = (
     session_that_moves,
     session_that_is_lost,
     session_that_was_stopped,
+    session_closed_too_soon,
     session_goes_below,
     thoughts_are_forgotten,
 )

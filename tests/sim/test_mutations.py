@@ -1000,6 +1000,11 @@ def count_no_turns(patch):
     patch.setattr(SessionBook, "end_turn", mutated)
 
 
+def keep_what_was_closed_meanwhile(patch):
+    """A session that is closed while a turn is answered stays with its worker until its time is over."""
+    patch.setattr(SessionBook, "is_open", lambda self, session: True)
+
+
 def restart_without_a_bound(patch):
     """A seat is filled as often as its process dies."""
     init = ControllerCore.__init__
@@ -1130,6 +1135,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     ask_who_has_refused,
     give_to_who_drains,
     count_no_turns,
+    keep_what_was_closed_meanwhile,
     restart_without_a_bound,
     let_the_last_one_go,
     let_several_leave_at_once,
