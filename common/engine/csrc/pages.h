@@ -101,7 +101,7 @@ struct Pages {
         f32x16 words[16];  // moved as if they were floats
         for (int64_t i = 0; i < 16; ++i) {
             words[i] = f32x16{};
-            if (i < there) std::memcpy(&words[i], rows[i] + d, W * 4);
+            std::memcpy(&words[i], rows[i < there ? i : 0] + d, W * 4);  // beyond them: anything
         }
         transpose16(words);
         for (int64_t w = 0; w < W; ++w) std::memcpy(panel + (d + w * kPerWord) * kPanelTokens, &words[w], sizeof words[w]);
