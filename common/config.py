@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar
 from baton.common.by_name import ByName
 from baton.common.errors import ConfigError
 from baton.common.http_config import HttpConfig
+from baton.common.kv.cache_dtype import CacheDtype
+from baton.common.kv.page_layout import LayoutChoice
 from baton.common.kv.prefix.names import PrefixCacheName
 from baton.common.routing_config import KvEventsConfig, RoutingConfig
 
@@ -92,7 +94,8 @@ class KvConfig(ByName):
     null page) comes on top."""
 
     page_size: int = 16
-    page_layout: Literal["auto", "canonical", "panels"] = "auto"  # auto: panels where the compiled kernels attend
+    page_layout: LayoutChoice = "auto"  # auto: panels where compiled kernels attend; int8, fp8: as cache_dtype says
+    cache_dtype: CacheDtype = "auto"  # auto: model.dtype; int8, fp8: a byte per number, twice the pages of bfloat16
     pool_bytes: int = 768 << 20
     num_pages: int | None = None  # of the layers that attend to everything; of the model's first kind of layers else
     swa_pages: int | None = None  # sliding-window layers beside those

@@ -29,6 +29,7 @@ from baton.common.config import (
 )
 from baton.common.errors import ConfigError
 from baton.common.http_config import HttpConfig, validate_http
+from baton.common.kv.cache_dtype import is_quantised
 from baton.common.kv.prefix.names import WITHOUT_SHARING
 from baton.common.routing_config import validate_routing
 
@@ -142,6 +143,9 @@ def _validate_device(config: ClusterConfig) -> None:
         raise ConfigError("model.attention", model.attention, "is for CPUs", "auto, with model.device=cuda")
     if model.forward_path == "fused":
         raise ConfigError("model.forward_path", model.forward_path, "is for CPUs", "fastest, with model.device=cuda")
+    if is_quantised(config.kv.cache_dtype):
+        reason = "the attention of this device does not read quantised pages"
+        raise ConfigError("kv.cache_dtype", config.kv.cache_dtype, reason, "kv.cache_dtype=auto, or model.device=cpu")
     if config.kv.tiers.named:
         reason = "tiers copy pages of host memory, and those of this device are not there"
         raise ConfigError("kv.tiers", model.device, reason, "leave kv.tiers out, or model.device=cpu")

@@ -22,6 +22,7 @@ from baton.common import env
 from baton.common.config import FAKE_MODEL, ClusterConfig, KvConfig, from_mapping
 from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype, is_quantised
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.page_layout import choose_layout
 from baton.common.kv.sizing import Load, count_fields, size_pools
@@ -65,7 +66,7 @@ class ModelFacts(Protocol):
 
     def layout(self, page_size: int) -> KvLayout: ...
 
-    def component_bytes(self, component: Component, dtype: Any) -> int:
+    def component_bytes(self, component: Component, dtype: Any, *, cache_dtype: CacheDtype) -> int:
         """Per token of a paged component, per sequence of the recurrent state."""
         ...
 
@@ -164,10 +165,11 @@ def resolve(
     chosen = {decision.field for decision in given}
     config, lanes = _decide_lanes(config, machine, explicit="transfer.lanes" in chosen)
     config, attention = _decide_attention(config, machine)
+    config, cache_dtype = _decide_cache_dtype(config)
     config, layout = _decide_page_layout(config)
     config, pace = _decide_pace(config)
     config, memory = _decide_memory(config, find_model(config.model.model))
-    return Resolved(config, (*given, *lanes, *attention, *layout, *pace, *memory))
+    return Resolved(config, (*given, *lanes, *attention, *cache_dtype, *layout, *pace, *memory))
 
 
 def get(config: ClusterConfig, name: str) -> object:
@@ -206,12 +208,24 @@ def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterC
     return dataclasses.replace(config, model=model), (Decision("model.attention", choice, why),)
 
 
+def _decide_cache_dtype(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    """Raises ConfigError for another format of the model's kind than the model's."""
+    choice, computed = config.kv.cache_dtype, config.model.dtype
+    if choice == "auto":
+        config = dataclasses.replace(config, kv=dataclasses.replace(config.kv, cache_dtype=computed))
+        return config, (Decision("kv.cache_dtype", computed, "as model.dtype"),)
+    if not is_quantised(choice) and choice != computed:
+        reason = f"the model computes in {computed}, and only int8 and fp8 convert"
+        raise ConfigError("kv.cache_dtype", choice, reason, f"auto, int8, fp8, or model.dtype={choice}")
+    return config, ()
+
+
 def _decide_page_layout(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
     """Raises ConfigError when what was asked for cannot be had."""
     if config.model.model == FAKE_MODEL:
         return config, ()
     kv, compiled = config.kv, config.model.attention == "compiled"
-    layout = choose_layout(kv.page_layout, kv.page_size, compiled=compiled)
+    layout = choose_layout(kv.page_layout, kv.page_size, compiled=compiled, cache_dtype=kv.cache_dtype)
     if layout == kv.page_layout:
         return config, ()
     config = dataclasses.replace(config, kv=dataclasses.replace(kv, page_layout=layout.value))
@@ -230,7 +244,8 @@ def _decide_memory(config: ClusterConfig, model: ModelFacts) -> tuple[ClusterCon
     """Pages and slots from bytes, then the longest sequence that one pool can hold."""
     kv, layout = config.kv, model.layout(config.kv.page_size)
     unit_bytes = {
-        one: model.component_bytes(one, config.model.dtype) * (1 if one is Component.STATE else kv.page_size)
+        one: model.component_bytes(one, config.model.dtype, cache_dtype=kv.cache_dtype)
+        * (1 if one is Component.STATE else kv.page_size)
         for one in layout.components
     }
     load = Load(

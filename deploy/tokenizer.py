@@ -15,6 +15,7 @@ from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.fake_model import FAKE_SPECIAL, FAKE_VOCAB_SIZE, fake_vocabulary
 from baton.common.engine.guiding import Guides, model_vocabulary
 from baton.common.errors import ConfigError, ErrorCode, RequestError
+from baton.common.kv.cache_dtype import CacheDtype, is_quantised
 from baton.common.kv.layout import Component, KvLayout
 from baton.deploy.chat_messages import TemplateMessage
 from baton.deploy.json_bodies import shorten
@@ -200,7 +201,9 @@ class FakeModelInfo:
     def layout(self, page_size: int) -> KvLayout:
         return KvLayout(page_size)
 
-    def component_bytes(self, component: Component, dtype: str) -> int:
+    def component_bytes(self, component: Component, dtype: str, *, cache_dtype: CacheDtype) -> int:
+        if is_quantised(cache_dtype):
+            raise ConfigError("kv.cache_dtype", cache_dtype, "the fake model keeps hashes, which cannot be rounded")
         return FAKE_BYTES_PER_TOKEN
 
 

@@ -44,6 +44,7 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         num_pages=_with_null(decided_counts(config.kv, layout)),
         page_size=config.kv.page_size,
         page_layout=config.kv.page_layout,
+        cache_dtype=config.kv.cache_dtype,
         attention=config.model.attention,
         forward_path=config.model.forward_path,
         threads=len(spec.cores) or _threads(config),

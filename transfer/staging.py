@@ -177,7 +177,9 @@ class StagingHandler:
         return self._memory is None or layout is self._memory.main.page_layout or self._reorders(layout)
 
     def _reorders(self, layout: PageLayout | None) -> bool:
-        return layout is not None and bool(self.copier.host_pools)
+        if self._memory is None or layout is None or layout.form != self._memory.main.page_layout.form:
+            return False
+        return bool(self.copier.host_pools)
 
     def register_decode_req(self, key: HandoffKey, spans: Sequence[Span], layout: PageLayout | None = None) -> None:
         """From now on regions of `key` may land in the units of `spans`, one for each whole segment, until `forget`.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from baton.common.engine.kernels import CompiledPagedAttention, Kernels, load_kernels
 from baton.common.engine.paged_attention import PagedAttention, TorchPagedAttention
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype
 from baton.common.kv.page_layout import LayoutChoice, choose_layout
 from baton.common.log import EventLog
 from baton.common.model.cache import Progress, silent
@@ -41,27 +42,30 @@ def choose_backends(
     progress: Progress = silent,
     layout: LayoutChoice = "canonical",
     page_size: int = 1,
+    cache_dtype: CacheDtype = "auto",
 ) -> Backends:
     """ "auto" prefers the compiled kernels and says why they are not used. Raises ConfigError when what was asked for,
     "compiled" or a page layout, cannot be had."""
     if choice == "torch":
-        choose_layout(layout, page_size, compiled=False)
-        return Backends(TorchPagedAttention(), None)
+        return Backends(
+            TorchPagedAttention(choose_layout(layout, page_size, compiled=False, cache_dtype=cache_dtype)), None
+        )
     if choice in ("triton", "flashinfer"):
         raise ConfigError(FIELD, choice, "computes on a GPU, and this worker has none", "model.device=cuda, or auto")
     reason = f"head size {head_dim} is not a multiple of 16"
     if head_dim % 16 == 0:
         try:
             kernels = load_kernels(progress)
-            return Backends(CompiledPagedAttention(kernels, choose_layout(layout, page_size, compiled=True)), kernels)
+            pages = choose_layout(layout, page_size, compiled=True, cache_dtype=cache_dtype)
+            return Backends(CompiledPagedAttention(kernels, pages), kernels)
         except BuildError as error:
             reason = str(error)
     if choice == "compiled":
         raise ConfigError(FIELD, choice, reason, 'use "auto" or "torch"')
-    choose_layout(layout, page_size, compiled=False)
+    pages = choose_layout(layout, page_size, compiled=False, cache_dtype=cache_dtype)
     _log.warning("kernels_missing", reason=reason)
     progress(f"steps run on plain torch, several times slower: {reason}")
-    return Backends(TorchPagedAttention(), None)
+    return Backends(TorchPagedAttention(pages), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 from baton.common.engine.fused.arguments import LayerArgs, ModelArgs, PartTimes, StepArgs
 from baton.common.engine.paged_attention import AttentionParams, AttentionPlan, attend_long_rows
 from baton.common.kv.page_layout import PageLayout
+from baton.common.kv.quantised_pages import head_dim_of, pool_dtype
 from baton.common.model.cache import Progress, silent
 from baton.common.native import NativeLibrary, built
 
@@ -28,7 +29,7 @@ LIBRARY = NativeLibrary(
     flags=("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
 )
 UNIT_QUERIES = 64  # from here on matrix units win
-LAYOUTS = (PageLayout.CANONICAL, PageLayout.PANELS)
+LAYOUTS = (PageLayout.CANONICAL, PageLayout.PANELS, PageLayout.INT8, PageLayout.FP8)
 """By their numbers in csrc/pages.h."""
 
 
@@ -118,8 +119,8 @@ class Kernels:
 
 
 class CompiledPagedAttention:
-    """The C++ kernel. Head sizes are multiples of 16; pools are float32 or bfloat16. Long bfloat16 prefills go to torch
-    where the processor has matrix units, which our kernel does not use."""
+    """The C++ kernel. Head sizes are multiples of 16; pools are float32, bfloat16 or quantised. Long prefills over
+    bfloat16 go to torch where the processor has matrix units, which our kernel does not use."""
 
     name = "compiled"
 
@@ -140,9 +141,10 @@ class CompiledPagedAttention:
     ) -> torch.Tensor:
         query, key, value = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value))
         tokens, q_heads, head_dim = query.shape
-        _, num_layers, _, kv_heads, page_size, pool_dim = pool.shape
-        assert query.dtype == key.dtype == value.dtype == pool.dtype, (query.dtype, key.dtype, pool.dtype)
-        assert head_dim == pool_dim, (head_dim, pool_dim)
+        _, num_layers, _, kv_heads, page_size, _ = pool.shape
+        assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
+        assert pool.dtype == pool_dtype(self.page_layout, query.dtype), (pool.dtype, query.dtype)
+        assert head_dim == head_dim_of(self.page_layout, pool), (head_dim, pool.shape)
         assert self.page_layout.fits(page_size), (self.page_layout, page_size)
         assert key.shape == value.shape == (tokens, kv_heads, head_dim), (key.shape, value.shape, pool.shape)
         plain = not params.softcap and params.sinks is None
@@ -150,7 +152,7 @@ class CompiledPagedAttention:
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         out = torch.empty(query.shape, dtype=query.dtype)
         args = _AttendArgs(
-            is_bf16=pool.dtype == torch.bfloat16,
+            is_bf16=query.dtype == torch.bfloat16,
             pool=pool.data_ptr(),
             page_layout=LAYOUTS.index(self.page_layout),
             num_layers=num_layers,

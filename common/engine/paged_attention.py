@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from baton.common.engine.batch import Batch, PageTable
 from baton.common.kv.page_layout import PageLayout, reordered_keys
+from baton.common.kv.quantised_pages import FORMS
 
 QUERY_BLOCK = 512  # most queries of a row that plain torch takes at once
 
@@ -58,7 +59,7 @@ class PagedAttention(Protocol):
     """Writes K and V of T tokens into `pool[:, layer]`, then attends.
 
     query [T, query heads, head_dim], key and value [T, kv heads, head_dim] (any strides with a dense last dimension),
-    all of the pool's dtype; returns [T, query heads, head_dim], dense. Query heads are a multiple of the kv heads. All
+    all of the model's dtype; returns [T, query heads, head_dim], dense. Query heads are a multiple of the kv heads. All
     pools are laid out as `page_layout` says.
     """
 
@@ -81,7 +82,10 @@ class TorchPagedAttention:
     """The reference: gathers a row's pages and calls plain torch operations, row by row."""
 
     name = "torch"
-    page_layout = PageLayout.CANONICAL
+
+    def __init__(self, page_layout: PageLayout = PageLayout.CANONICAL) -> None:
+        assert page_layout is not PageLayout.PANELS, "panels are for compiled kernels"
+        self.page_layout: PageLayout = page_layout
 
     def attend(
         self,
@@ -93,10 +97,13 @@ class TorchPagedAttention:
         plan: AttentionPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        page_size = pool.shape[4]
-        pages, offsets = plan.slots // page_size, plan.slots % page_size
-        pool[pages, layer, 0, :, offsets] = key
-        pool[pages, layer, 1, :, offsets] = value
+        if self.page_layout.quantised:
+            FORMS[self.page_layout].write(pool, layer, plan.slots, key, value)
+        else:
+            page_size = pool.shape[4]
+            pages, offsets = plan.slots // page_size, plan.slots % page_size
+            pool[pages, layer, 0, :, offsets] = key
+            pool[pages, layer, 1, :, offsets] = value
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend_long_rows(query, pool, layer, self.page_layout, plan, params, 0, out)
         return out
@@ -123,10 +130,8 @@ def attend_long_rows(
             continue
         # Of the pages that the row's first query sees a key in; earlier ones may be dead.
         skipped = _first_visible(kv_len - (last - first), params) // page_size
-        held = pool[plan.page_ids[page_offsets[row] + skipped : page_offsets[row + 1]].long(), layer]
-        if page_layout is not PageLayout.CANONICAL:
-            reorder_keys(held, page_layout, PageLayout.CANONICAL)
-        keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)  # each [kv heads, tokens, head_dim]
+        page_ids = plan.page_ids[page_offsets[row] + skipped : page_offsets[row + 1]].long()
+        keys, values = _held(pool, layer, page_ids, page_layout, query.dtype)
         # A whole prompt goes in one piece: torch skips what its own causal mask hides.
         step = last - first if last - first == kv_len and not params.window else QUERY_BLOCK
         for start in range(first, last, step):
@@ -137,6 +142,19 @@ def attend_long_rows(
             )
             block = query[start:stop].transpose(0, 1)
             out[start:stop] = _attend_row(block, keys[:, seen], values[:, seen], params).transpose(0, 1)
+
+
+def _held(
+    pool: torch.Tensor, layer: int, page_ids: torch.Tensor, page_layout: PageLayout, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of all tokens of these pages: each [kv heads, tokens, head_dim]."""
+    if page_layout.quantised:
+        return FORMS[page_layout].held(pool, layer, page_ids, dtype)
+    held = pool[page_ids, layer]
+    if page_layout is not PageLayout.CANONICAL:
+        reorder_keys(held, page_layout, PageLayout.CANONICAL)
+    keys, values = held.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return keys, values
 
 
 def reorder_keys(pages: torch.Tensor, source: PageLayout, target: PageLayout) -> None:

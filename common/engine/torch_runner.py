@@ -47,6 +47,7 @@ from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
 from baton.common.engine.step_places import histories_of, last_tokens, masks_of, scored_rows, scored_tokens
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype
 from baton.common.kv.layout import Component
 from baton.common.kv.page_layout import LayoutChoice
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
@@ -86,6 +87,7 @@ class TorchRunner:
         page_size: int,
         sliding_groups: bool = True,
         page_layout: LayoutChoice = "auto",
+        cache_dtype: CacheDtype = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
         threads: int | None = None,
@@ -98,8 +100,9 @@ class TorchRunner:
         row has a grammar. Prefer `TorchRunner.load`. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
-        backends = choose_backends(attention, info.head_dim, progress, page_layout, page_size)
+        backends = choose_backends(attention, info.head_dim, progress, page_layout, page_size, cache_dtype)
         self.attention = backends.attention
+        self.cache_dtype: CacheDtype = cache_dtype
         self.vocab_size = info.vocab_size
         self.max_positions = info.max_positions
         self.info = info
@@ -129,6 +132,7 @@ class TorchRunner:
         page_size: int,
         sliding_groups: bool = True,
         page_layout: LayoutChoice = "auto",
+        cache_dtype: CacheDtype = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
         threads: int | None = None,
@@ -151,6 +155,7 @@ class TorchRunner:
             page_size=page_size,
             sliding_groups=sliding_groups,
             page_layout=page_layout,
+            cache_dtype=cache_dtype,
             attention=attention,
             forward_path=forward_path,
             threads=threads,

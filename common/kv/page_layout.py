@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype, is_quantised
 
 PAGE_LAYOUT = "kv_page_layout"
 """What a worker calls it in its fingerprint."""
@@ -27,10 +28,13 @@ Words = npt.NDArray[np.int32]
 
 class PageLayout(StrEnum):
     """`canonical`: [token][dim]. `panels`: K of each 16 tokens lies ready for dot products, float32 as [dim][token],
-    bfloat16 as [pair of dims][token][2]; V as in `canonical`."""
+    bfloat16 as [pair of dims][token][2]; V as in `canonical`. `int8`, `fp8`: a byte for each number, and scales behind
+    them (`quantised_pages`)."""
 
     CANONICAL = "canonical"
     PANELS = "panels"
+    INT8 = "int8"
+    FP8 = "fp8"
 
     @property
     def form(self) -> str:
@@ -39,7 +43,11 @@ class PageLayout(StrEnum):
         return _FORMS[self]
 
     def fits(self, page_size: int) -> bool:
-        return self is PageLayout.CANONICAL or page_size % PANEL_TOKENS == 0
+        return self is not PageLayout.PANELS or page_size % PANEL_TOKENS == 0
+
+    @property
+    def quantised(self) -> bool:
+        return self in (PageLayout.INT8, PageLayout.FP8)
 
 
 def layout_of(fingerprint: Mapping[str, str]) -> PageLayout | None:
@@ -48,19 +56,30 @@ def layout_of(fingerprint: Mapping[str, str]) -> PageLayout | None:
     return PageLayout(name) if name in set(PageLayout) else None
 
 
-LayoutChoice = Literal["auto", "canonical", "panels"]
+LayoutChoice = Literal["auto", "canonical", "panels", "int8", "fp8"]
 _FORMS = {
     PageLayout.CANONICAL: "page-layer-kv-head-plane/2",
     PageLayout.PANELS: "page-layer-kv-head-plane/2",
+    PageLayout.INT8: "page-layer-kv-head-int8-scales/1",
+    PageLayout.FP8: "page-layer-kv-head-fp8-scales/1",
 }
 
 
-def choose_layout(choice: LayoutChoice, page_size: int, *, compiled: bool) -> PageLayout:
+def choose_layout(
+    choice: LayoutChoice, page_size: int, *, compiled: bool, cache_dtype: CacheDtype = "auto"
+) -> PageLayout:
     """Of pools that compiled kernels read, or plain torch. Raises ConfigError when what was asked for cannot be had."""
+    if is_quantised(cache_dtype):
+        if choice not in ("auto", cache_dtype):
+            reason = f"pages of {cache_dtype} have a layout of their own"
+            raise ConfigError("kv.page_layout", choice, reason, 'use "auto", or kv.cache_dtype=auto')
+        return PageLayout(cache_dtype)
     best = PageLayout.PANELS if compiled and PageLayout.PANELS.fits(page_size) else PageLayout.CANONICAL
     if choice == "auto":
         return best
     wanted = PageLayout(choice)
+    if wanted.quantised:
+        raise ConfigError("kv.page_layout", choice, f"kv.cache_dtype is {cache_dtype}", f"kv.cache_dtype={choice}")
     if wanted is PageLayout.PANELS and best is not wanted:
         reason = "it is for compiled kernels" if not compiled else f"a page of {page_size} tokens has no whole panels"
         hint = "model.attention compiled" if not compiled else f"a kv.page_size that {PANEL_TOKENS} divides"

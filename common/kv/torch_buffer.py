@@ -1,9 +1,10 @@
 """A pool as one torch tensor: the memory behind page ids, and behind state slots, for `TorchRunner`.
 
-K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][head_dim]`: one page of all layers is one contiguous
+K and V: layout `[num_pages][layers][2 (K, V)][kv_heads][page_size][width]`: one page of all layers is one contiguous
 block (gather and scatter copy whole pages). That is the shape of the tensor; what lies where in its last two dimensions
-is the `PageLayout`'s to say. States: a slot is one contiguous block too, the states of all recurrent layers of one
-sequence one after the other, each in its own dtype.
+is the `PageLayout`'s to say. The width is the head size, and what a token's scale takes where it has one. States: a
+slot is one contiguous block too, the states of all recurrent layers of one sequence one after the other, each in its
+own dtype.
 Where they are `shared`, other processes of this host may map them: the `local` lane reads them there.
 Never: decides which page belongs to whom.
 """
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from baton.common.kv.page_layout import PageLayout, reordered_keys
+from baton.common.kv.quantised_pages import head_dim_of, pool_dtype, pool_width
 from baton.common.kv.state_shape import StateShape
 from baton.common.memory import system_memory
 from baton.common.shared_memory import SharedBlock
@@ -50,15 +52,17 @@ class TorchKvBuffer:
         shared: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where the pool lies, if not in host memory; then nobody can map it."""
+        """`dtype`: what the model computes in. `device`: where the pool lies, if not in host memory; then nobody can
+        map it."""
         assert num_pages > 1, "page 0 is the null page: a pool needs at least one more"
         self.num_pages = num_pages
         self.page_size = page_size
         self.layers = num_layers
         self.page_layout = page_layout
         self.on_device = device is not None
-        shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
-        kind: torch.dtype = getattr(torch, dtype)
+        self._computed_in = dtype
+        shape = (num_pages, num_layers, 2, num_kv_heads, page_size, pool_width(page_layout, head_dim))
+        kind = pool_dtype(page_layout, getattr(torch, dtype))
         nbytes = math.prod(shape) * kind.itemsize
         if device is None:
             memory, self.block = _zeroed(nbytes, shared)
@@ -83,13 +87,16 @@ class TorchKvBuffer:
         return self.pool.view(self.num_pages, -1).view(torch.uint8)
 
     def fingerprint(self) -> dict[str, str]:
-        _, layers, _, heads, _, head_dim = self.pool.shape
-        return {
-            "kv_layout": self.page_layout.form,
-            "kv_dtype": str(self.pool.dtype).removeprefix("torch."),
+        _, layers, _, heads, *_ = self.pool.shape
+        layout = self.page_layout
+        # Models with one name that compute in different dtypes write different codes.
+        quantised = {"kv_computed_in": self._computed_in} if layout.quantised else {}
+        return quantised | {
+            "kv_layout": layout.form,
+            "kv_dtype": layout.value if layout.quantised else self._computed_in,
             "kv_layers": str(layers),
             "kv_heads": str(heads),
-            "kv_head_dim": str(head_dim),
+            "kv_head_dim": str(head_dim_of(layout, self.pool)),
         }
 
 

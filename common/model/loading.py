@@ -19,6 +19,7 @@ import xxhash
 
 from baton.common import env
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype, token_head_bytes
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.model.cache import Progress, cached, file_digest, silent
 from baton.common.model.groups import LayerGroups, has_known_state, layer_groups, max_positions
@@ -62,17 +63,20 @@ class ModelInfo:
     def layout(self, page_size: int, sliding_groups: bool = True) -> KvLayout:
         return self.layer_groups(sliding_groups).layout(page_size)
 
-    def component_bytes(self, component: Component, dtype: Dtype, sliding_groups: bool = True) -> int:
+    def component_bytes(
+        self, component: Component, dtype: Dtype, sliding_groups: bool = True, cache_dtype: CacheDtype = "auto"
+    ) -> int:
         """What sizes a pool: bytes per token of a paged component, bytes per sequence of the recurrent state."""
         groups = self.layer_groups(sliding_groups)
         layers = len(groups.of(component))
         if component is Component.STATE:
             return layers * groups.state.layer_bytes(ITEMSIZE[dtype]) if groups.state else 0
-        return layers * 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[dtype]
+        return layers * 2 * self.num_kv_heads * token_head_bytes(cache_dtype, self.head_dim, ITEMSIZE[dtype])
 
-    def kv_bytes_per_token(self, dtype: Dtype) -> int:
+    def kv_bytes_per_token(self, dtype: Dtype, cache_dtype: CacheDtype = "auto") -> int:
         """Bytes of K and V that one token takes in all layers, while no window has passed it."""
-        return sum(self.component_bytes(component, dtype) for component in (Component.FULL, Component.SWA))
+        paged = (Component.FULL, Component.SWA)
+        return sum(self.component_bytes(component, dtype, cache_dtype=cache_dtype) for component in paged)
 
 
 def load_tokenizer(spec: str, progress: Progress = silent) -> PreTrainedTokenizerBase:

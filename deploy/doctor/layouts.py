@@ -23,6 +23,7 @@ def layout_of(config: ClusterConfig) -> dict[str, str]:
         "model": config.model.model,
         "dtype": config.model.dtype,
         "kv_page_size": str(config.kv.page_size),
+        "kv_cache_dtype": config.kv.cache_dtype,
         "digest": config.transfer.digest,
         "kv_version": str(KV_VERSION),
     }
@@ -34,8 +35,8 @@ def layout_of(config: ClusterConfig) -> dict[str, str]:
     info = model_info(config.model.model)
     layout = info.layout(config.kv.page_size)
     sizes = {
-        f"{component}_bytes": str(info.component_bytes(component, config.model.dtype))
-        for component in layout.components
+        f"{one}_bytes": str(info.component_bytes(one, config.model.dtype, cache_dtype=config.kv.cache_dtype))
+        for one in layout.components
     }
     found |= {
         "architecture": info.architecture,

@@ -21,6 +21,7 @@ from baton.transfer.testing_ends import End, EndKeys, EndSpec, HandOff, KvSpec, 
 from baton.transfer.transports.inproc import InprocHub
 
 PAGES, LAYERS, HEADS, PAGE_SIZE, HEAD_DIM = 24, 2, 2, 32, 16
+QUANTISED = (PageLayout.INT8, PageLayout.FP8)
 OTHER = {PageLayout.CANONICAL: PageLayout.PANELS, PageLayout.PANELS: PageLayout.CANONICAL}
 
 
@@ -63,7 +64,7 @@ def as_planes(pages: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lane", ["inproc", "local", "tcp"])  # staged, pulled and direct
-@pytest.mark.parametrize("sink_layout", PageLayout)
+@pytest.mark.parametrize("sink_layout", OTHER)
 def test_pages_of_the_other_layout_are_put_into_the_sinks_order(lane: str, sink_layout: PageLayout) -> None:
     source_layout = OTHER[sink_layout]
     with closing_both(make_pair(lane, source_layout, sink_layout, source_layout.value)) as (sink, source):
@@ -80,8 +81,33 @@ def test_pages_of_the_other_layout_are_put_into_the_sinks_order(lane: str, sink_
         assert not np.delete(sink.pool, hand_off.sink_pages, axis=0).any()
 
 
-def test_pages_of_a_layout_that_is_not_known_are_refused() -> None:
-    with closing_both(make_pair("inproc", PageLayout.CANONICAL, PageLayout.PANELS, "spirals")) as (sink, source):
+@pytest.mark.parametrize("lane", ["inproc", "local", "tcp"])
+@pytest.mark.parametrize("layout", QUANTISED)
+def test_quantised_pages_arrive_as_they_are(lane: str, layout: PageLayout) -> None:
+    """Numbers and scales, whole pages and by layers."""
+    with closing_both(make_pair(lane, layout, layout, layout.value)) as (sink, source):
+        hand_off = HandOff(sink, source, np.array([3, 5, 2, 9], np.int32), np.array([4, 1, 8, 7], np.int32))
+        hand_off.prepare()
+        plan = [(slice(0, 1), (0, 1)), (slice(1, 4), (0, 2)), (slice(1, 4), (1, 2))]
+        for seq, (units, part) in enumerate(plan):
+            hand_off.move(seq, units, part=part)
+            assert pump([sink, source], lambda: seq in hand_off.landed()), "not landed in time"  # noqa: B023
+        assert np.array_equal(sink.pool[hand_off.sink_pages], source.pool[hand_off.source_pages])
+        assert not np.delete(sink.pool, hand_off.sink_pages, axis=0).any()
+
+
+@pytest.mark.parametrize(
+    ("sink_layout", "said"),
+    [
+        (PageLayout.PANELS, "spirals"),
+        (PageLayout.CANONICAL, "int8"),
+        (PageLayout.INT8, "canonical"),
+        (PageLayout.INT8, "fp8"),
+    ],
+)
+def test_pages_that_cannot_be_turned_into_ones_own_are_refused(sink_layout: PageLayout, said: str) -> None:
+    """Of a layout that is not known, or that has other numbers: groups keep them apart, and this is behind that."""
+    with closing_both(make_pair("inproc", PageLayout.CANONICAL, sink_layout, said)) as (sink, source):
         hand_off = HandOff(sink, source, np.array([3], np.int32), np.array([4], np.int32))
         hand_off.ask_to_prepare()
         assert pump([sink, source], lambda: bool(hand_off.of(SinkNotPrepared)))

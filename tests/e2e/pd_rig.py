@@ -141,7 +141,14 @@ class HarshRunner:
     def __init__(self, model: TorchRunner, pool: KvPool) -> None:
         counts = {component: pool.supply.total(component) + 1 for component in pool.layout.components}
         self._pool = pool
-        self._runner = TorchRunner(model.model, model.info, dtype="float32", num_pages=counts, page_size=pool.page_size)
+        self._runner = TorchRunner(
+            model.model,
+            model.info,
+            dtype="float32",
+            num_pages=counts,
+            page_size=pool.page_size,
+            cache_dtype=model.cache_dtype,
+        )
         self.memory = self._runner.memory
         assert self.memory.layout == pool.layout
         for buffer in self.memory.buffers.values():

@@ -11,6 +11,7 @@ import pytest
 from baton.common.config import ClusterConfig, from_mapping
 from baton.common.config_checks import validate
 from baton.common.errors import ConfigError
+from baton.common.kv.cache_dtype import CacheDtype
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.kv.pool import KvPool
 from baton.common.kv.sizing import decided_counts
@@ -43,7 +44,7 @@ class Facts:
     def layout(self, page_size: int) -> KvLayout:
         return KvLayout(page_size, full=self.full, window=self.window, state=self.state_bytes > 0)
 
-    def component_bytes(self, component: Component, dtype: str) -> int:
+    def component_bytes(self, component: Component, dtype: str, *, cache_dtype: CacheDtype) -> int:
         return self.state_bytes if component is Component.STATE else self.bytes_per_token
 
 

@@ -22,6 +22,7 @@
 #include "memory.h"
 #include "pages.h"
 #include "product.h"
+#include "quantised_kv.h"
 
 namespace baton {
 
@@ -53,6 +54,11 @@ struct AttendArgs {
     template <class T>
     Pages<T> pages() const {
         return {static_cast<PageLayout>(page_layout), static_cast<T*>(pool), num_layers, layer, kv_heads, page_size,
+                head_dim};
+    }
+
+    QuantisedPages quantised_pages() const {
+        return {static_cast<PageLayout>(page_layout), static_cast<uint8_t*>(pool), num_layers, layer, kv_heads, page_size,
                 head_dim};
     }
 };
@@ -158,15 +164,16 @@ class Attention {
           group_(args.q_heads / args.kv_heads),
           dim_(args.head_dim),
           pages_(args.pages<T>()),
+          quantised_(args.quantised_pages()),
           partials_(partials),
-          tiled_(for_matrix_units(pages_.pool, dim_)) {}
+          tiled_(!quantised_.are_there() && for_matrix_units(pages_.pool, dim_)) {}
 
     void write_token(int64_t token) const {
         const T *key = static_cast<const T*>(a_.key) + token * a_.key_token,
                 *value = static_cast<const T*>(a_.value) + token * a_.value_token;
         for (int64_t head = 0; head < a_.kv_heads; ++head) {
-            pages_.write(a_.slots[token], kKeys, head, key + head * a_.key_head);
-            pages_.write(a_.slots[token], kValues, head, value + head * a_.value_head);
+            write(a_.slots[token], kKeys, head, key + head * a_.key_head);
+            write(a_.slots[token], kValues, head, value + head * a_.value_head);
         }
     }
 
@@ -227,6 +234,16 @@ class Attention {
     struct Seen {
         int64_t q_first, first_row, last_row, unseen;
     };
+
+    void write(int64_t slot, int64_t kind, int64_t head, const T* numbers) const {
+        if (!quantised_.are_there()) {
+            pages_.write(slot, kind, head, numbers);
+            return;
+        }
+        float* wide = at_least(floats_of_thread(), dim_);
+        for (int64_t d = 0; d < dim_; d += 16) store16(wide + d, load16(numbers + d));
+        quantised_.write(slot, kind, head, wide);
+    }
 
     int64_t first_visible(int64_t position) const { return a_.first_visible(position); }
 
@@ -320,21 +337,43 @@ class Attention {
                 return;
             }
         }
-        const int64_t width = (count + 15) / 16 * 16, active = seen.last_row - seen.first_row;
         const int32_t* pages = page_ids_of(item.row);
+        const int64_t following = block + count, fetched = std::min(item.key_end, following + kKeyBlock);
+        if (quantised_.are_there()) {
+            quantised_.fetch(pages, kValues, item.kv_head, block, following);
+            quantised_.fetch(pages, kKeys, item.kv_head, following, fetched);
+            float* keys = reinterpret_cast<float*>(work.keys);
+            quantised_.load_keys(pages, item.kv_head, block, count, keys);
+            quantised_.load_values(pages, item.kv_head, block, count, work.values_block);
+            const float** panels = at_least(pointers_of_thread<float>(), 2 * kKeyBlock), **values = panels + kKeyBlock;
+            for (int64_t j = 0; j < count; j += kPanelTokens) panels[j / kPanelTokens] = keys + j * dim_;
+            for (int64_t j = 0; j < count; ++j) values[j] = work.values_block + j * dim_;
+            attend_numbers(item, work, seen, block, count, panels, [&] { return values; });
+            return;
+        }
         const T** panels = at_least(pointers_of_thread<T>(), kKeyBlock);
-        pages_.fetch(pages, kValues, item.kv_head, block, block + count);
-        pages_.fetch(pages, kKeys, item.kv_head, block + count, std::min(item.key_end, block + count + kKeyBlock));
+        pages_.fetch(pages, kValues, item.kv_head, block, following);
+        pages_.fetch(pages, kKeys, item.kv_head, following, fetched);
         pages_.panels(pages, item.kv_head, block, count, work.keys, panels);
+        attend_numbers(item, work, seen, block, count, panels, [&] {
+            const T** values = panels;
+            pages_.locate(pages, kValues, item.kv_head, block, following, values);
+            return values;
+        });
+    }
+
+    // The same, of a block's panels of K, and of what says where its rows of V are.
+    template <class N, class Values>
+    void attend_numbers(const Item& item, const Work& work, const Seen& seen, int64_t block, int64_t count,
+                        const N* const* panels, const Values& locate_values) const {
+        const int64_t width = (count + 15) / 16 * 16, active = seen.last_row - seen.first_row;
         score(work.query + seen.first_row * dim_, dim_, active, panels, width / 16, work.scores, kKeyBlock);
         for (int64_t r = 0; r < active; ++r) {
-            const int64_t q = q_first + r / group_, row = seen.first_row + r;
+            const int64_t q = seen.q_first + r / group_, row = seen.first_row + r;
             weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
                   std::min(count, q + 1 - block), width, work.span_stats + 2 * row, work.span_values + row * dim_);
         }
-        const T** values = panels;
-        pages_.locate(pages, kValues, item.kv_head, block, block + count, values);
-        add_values(work, seen, values, count);
+        add_values(work, seen, locate_values(), count);
     }
 
     // K and V that are wanted next: at most a block of them from `begin` on, or of the next item.
@@ -433,13 +472,14 @@ class Attention {
     }
 
     // Adds weighted values of a block. Many rows read them as floats, made once; a few as they are.
-    void add_values(const Work& work, const Seen& seen, const T* const* values, int64_t count) const {
+    template <class N>
+    void add_values(const Work& work, const Seen& seen, const N* const* values, int64_t count) const {
         const int64_t active = seen.last_row - seen.first_row;
         const auto add = [&](const auto* const* rows) {
             product(work.scores + seen.unseen, kKeyBlock, rows + seen.unseen, active, count - seen.unseen, dim_,
                     work.span_values + seen.first_row * dim_, dim_);
         };
-        if (std::is_same_v<T, float> || active <= kStripRows) {
+        if (std::is_same_v<N, float> || active <= kStripRows) {
             add(values);
             return;
         }
@@ -454,6 +494,7 @@ class Attention {
     const AttendArgs& a_;
     const int64_t group_, dim_;
     const Pages<T> pages_;
+    const QuantisedPages quantised_;  // instead, in those layouts
     float* const partials_;
     const bool tiled_;  // the products go to matrix units
 };

@@ -234,8 +234,7 @@ class Forward {
         for (int64_t number = 0; number < m_.num_layers; ++number) {
             const LayerArgs& layer = m_.layers[number];
             const bool last = number + 1 == m_.num_layers;
-            const Pages<T> pages = attend_args_[number].template pages<T>();
-            phase(kProjections, head_items(), [&](int64_t i) { heads(layer, pages, i); });
+            phase(kProjections, head_items(), [&](int64_t i) { heads(layer, attend_args_[number], i); });
             if (caller && s_.reports && s_.reports[number]) s_.report(s_.reports[number]);
             if (last && s_.num_asked == 0) return;
             const AttentionPlan& plan = plans_[plan_of_[number]];
@@ -290,7 +289,9 @@ class Forward {
         return (m_.q_heads + 2 * m_.kv_heads) * divided_up(s_.num_tokens, head_rows());
     }
 
-    void heads(const LayerArgs& layer, const Pages<T>& pages, int64_t item) const {
+    void heads(const LayerArgs& layer, const AttendArgs& attend, int64_t item) const {
+        const Pages<T> pages = attend.template pages<T>();
+        const QuantisedPages quantised = attend.quantised_pages();
         const int64_t all = m_.q_heads + 2 * m_.kv_heads, dim = m_.head_dim;
         const int64_t row = item / all * head_rows(), rows = std::min(head_rows(), s_.num_tokens - row);
         int64_t head = item % all, kind = 0;  // 0, 1, 2: Q, K, V
@@ -309,7 +310,11 @@ class Forward {
                 rotate(values, dim, layer.cosines + at, layer.sines + at);
             }
             if (kind > 0) {
-                pages.write(s_.tables[layer.table].slots[token], kind - 1, head, values);
+                const int64_t slot = s_.tables[layer.table].slots[token];
+                if (quantised.are_there())
+                    quantised.write(slot, kind - 1, head, values);
+                else
+                    pages.write(slot, kind - 1, head, values);
                 continue;
             }
             T* to = w_.query + (token * m_.q_heads + head) * dim;

@@ -14,7 +14,7 @@
 
 namespace baton {
 
-enum class PageLayout : int64_t { kCanonical = 0, kPanels = 1 };
+enum class PageLayout : int64_t { kCanonical = 0, kPanels = 1, kInt8 = 2, kFp8 = 3 };  // the last two: quantised_kv.h
 
 constexpr int64_t kPanelTokens = 16;
 constexpr int64_t kKeys = 0, kValues = 1;  // the planes of a head

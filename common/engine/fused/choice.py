@@ -15,12 +15,15 @@ import torch
 
 from baton.common.engine.backends import Backends
 from baton.common.engine.batch import Batch, BatchRow, pack_batch, tell_nobody
-from baton.common.engine.fused.decoder import NotUnderstoodError, read_decoder
+from baton.common.engine.fused.decoder import Decoder, NotUnderstoodError, read_decoder
 from baton.common.engine.fused.forward import FusedForward
+from baton.common.engine.kernels import CompiledPagedAttention
 from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.paged_attention import AttentionParams
 from baton.common.engine.pool_layers import PoolLayers
 from baton.common.errors import ConfigError
+from baton.common.kv.page_layout import PageLayout
+from baton.common.kv.quantised_pages import head_dim_of
 from baton.common.log import EventLog
 from baton.common.units import pages_for_tokens
 
@@ -62,18 +65,19 @@ def choose_path(choice: PathChoice, subject: Subject) -> FusedForward | None:
 
 
 def _fused(subject: Subject) -> FusedForward:
-    kernels, pools = subject.backends.kernels, subject.pools
+    kernels, pools, layout = subject.backends.kernels, subject.pools, subject.backends.attention.page_layout
     if kernels is None:
         raise NotUnderstoodError("there are no compiled kernels")
     if not pools or len(subject.attention) != sum(len(one.layers) for one in pools):
         raise NotUnderstoodError("there are layers that do not attend")
-    decoder = read_decoder(subject.model, subject.attention, pools[0].pool.shape[-1])
+    decoder = read_decoder(subject.model, subject.attention, head_dim_of(layout, pools[0].pool))
     batch = _trial(pools, decoder.head.out_features)
-    asked = np.arange(batch.num_tokens)
-    modules = ModuleForward(subject.model, subject.backends.attention, _pools_for(batch, pools))
+    asked, tried = np.arange(batch.num_tokens), [_pools_for(batch, pools, decoder) for _ in range(2)]
+    # Over plain pages: by quantising, one rounding more becomes a step of a byte.
+    plain = PageLayout.CANONICAL if layout.quantised else layout
+    modules = ModuleForward(subject.model, CompiledPagedAttention(kernels, plain), tried[0])
     expected = modules.run(batch, asked, {}, tell_nobody)
-    layout = subject.backends.attention.page_layout
-    found = FusedForward(decoder, kernels, _pools_for(batch, pools), layout).run(batch, asked, {}, tell_nobody)
+    found = FusedForward(decoder, kernels, tried[1], plain).run(batch, asked, {}, tell_nobody)
     assert expected is not None
     assert found is not None
     error = float((expected.float() - found).norm() / expected.float().norm())
@@ -94,7 +98,7 @@ def _trial(pools: Sequence[PoolLayers], vocabulary: int) -> Batch:
     return pack_batch(rows, page_size)
 
 
-def _pools_for(batch: Batch, pools: Sequence[PoolLayers]) -> list[PoolLayers]:
-    """Small and zero, of the shapes of `pools` otherwise."""
-    pages = int(batch.page_ids.max()) + 1
-    return [PoolLayers(torch.zeros((pages, *one.pool.shape[1:]), dtype=one.pool.dtype), one.layers) for one in pools]
+def _pools_for(batch: Batch, pools: Sequence[PoolLayers], decoder: Decoder) -> list[PoolLayers]:
+    """Small, zero and not quantised; of the shapes of `pools` otherwise."""
+    pages, dim, dtype = int(batch.page_ids.max()) + 1, decoder.head_dim, decoder.dtype
+    return [PoolLayers(torch.zeros((pages, *one.pool.shape[1:5], dim), dtype=dtype), one.layers) for one in pools]

@@ -68,7 +68,7 @@ class FusedForward:
 
     def _model_args(self, decoder: Decoder, page_layout: PageLayout) -> ModelArgs:
         pool, first = self._pools[0].pool, decoder.layers[0]
-        _, _, _, kv_heads, page_size, head_dim = pool.shape
+        kv_heads, page_size, head_dim = pool.shape[3], pool.shape[4], decoder.head_dim
         return ModelArgs(
             is_bf16=decoder.dtype == torch.bfloat16,
             num_layers=len(decoder.layers),
