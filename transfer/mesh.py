@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import zmq
+import zmq.utils.garbage  # else imported by the first frame that is not copied
 import zmq.utils.z85
 
 from baton.common.config import NODE_ADDRESS

@@ -1,4 +1,4 @@
-"""Whatever a gateway would load, compile or import for its first request is there before it serves one."""
+"""Whatever a process would load, compile or import for its first request is there before it serves one."""
 
 from __future__ import annotations
 
@@ -53,9 +53,35 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+WHOLE_CLUSTER = """
+import json, multiprocessing, os, sys, tempfile
+sys.path[:0] = json.loads(sys.argv[1])
+import encodings.idna, http.client  # the client's
+from urllib.parse import urlsplit
+
+from fuzz_victims import Arena, Up, Victims, free_ports
+
+ours, theirs = multiprocessing.Pipe()
+with tempfile.TemporaryDirectory() as folder:
+    Victims(theirs, Arena(("local", "zmq"), *free_ports()), folder).start()
+    while not isinstance(up := ours.recv(), Up):
+        pass
+    before = set(sys.modules)
+    connection = http.client.HTTPConnection(urlsplit(up.url).netloc, timeout=60)
+    body = json.dumps({"model": "fake", "prompt": list(range(100)), "max_tokens": 4})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    assert answer.read()
+    print(json.dumps(sorted(set(sys.modules) - before)), flush=True)
+os._exit(0)
+"""
+
+
 def imported_by(program: str, *arguments: str) -> list[str]:
     """What `program` says, in a process that has done nothing else yet."""
-    paths = json.dumps([str(Path(__file__).parent), *sys.path])
+    here = Path(__file__).parent
+    paths = json.dumps([str(here), str(here.parent / "security"), *sys.path])
     command = [sys.executable, "-c", program, paths, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -72,3 +98,8 @@ def test_a_gateways_first_request_imports_nothing(asked: str) -> None:
 def test_a_models_first_conversation_imports_nothing() -> None:
     """Its chat template has been compiled."""
     assert imported_by(FIRST_CONVERSATION) == []
+
+
+def test_a_clusters_first_request_imports_nothing() -> None:
+    """Neither its workers: a prompt is handed over from one to the other."""
+    assert imported_by(WHOLE_CLUSTER) == []
