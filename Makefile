@@ -25,6 +25,8 @@ demo: $(READY)
 
 # Two halves at once, a core for each: what needs no cluster (its output comes at the end), and what starts processes.
 ALONE := tests/sim tests/property tests/unit $(addprefix tests/e2e/,test_model_parity.py test_layer_groups.py test_model_families.py)
+# Bytecode is kept, also where an image forbids it: each start of a process would compile Baton and its tests anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" $(ALONE) >$(VENV)/alone.log 2>&1 & alone=$$!; \
 	trap 'kill $$alone' INT TERM; \
