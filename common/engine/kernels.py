@@ -60,7 +60,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("is_bf16", "rows", "inputs", "outputs")),
-        *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
+        *((name, c_void_p) for name in ("x", "packed", "scales", "bias", "y")),
     ]
 
 

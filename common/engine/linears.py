@@ -5,7 +5,7 @@ and bfloat16 use our product (csrc/matrix.h): each row's result is independent o
 continued on another worker is the same answer. What our product does not take, and all where there is no compiler, goes
 to oneDNN's packed product, where the last bit of a row may depend on how many rows it is computed with.
 Owns: the replacement of a model's linear layers. Never: keeps a second copy of a weight, or says where the packed ones
-lie (`WeightPlace`: in this process, or once for all of a host).
+lie (`WeightPlace`: in this process, or once for all of a host) and how (`panels`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from torch import nn
 
 from baton.common.engine.children import children_of
 from baton.common.engine.kernels import Kernels, LinearArgs
+from baton.common.engine.panels import PACKING, PackedForm, PackedWeight, WeightFormat, has_panels
 from baton.common.memory import system_memory
-
-PANEL = 16  # kPanel in csrc/matrix.h
-_STEP = {torch.float32: 1, torch.bfloat16: 2}  # inputs that lie side by side in a panel
-PACKING = f"panels-{PANEL}-v1"
-"""Names what `_pack` makes: another name where it makes something else."""
 
 
 class WeightPlace(Protocol):
@@ -46,22 +42,22 @@ def in_own_memory(layout: str, nbytes: int, fill: Callable[[torch.Tensor], None]
 class CompiledLinear(nn.Module):
     """`y = x W^T + b`. Used by one thread at a time (the arguments are kept between calls)."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels, memory: torch.Tensor) -> None:
-        """`memory`, [packed_size(linear)] of its dtype, holds the weight, packed."""
+    def __init__(self, linear: nn.Linear, kernels: Kernels, packed: PackedWeight) -> None:
         super().__init__()
         self.dtype = linear.weight.dtype
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.weight = torch.empty(0, dtype=self.dtype)  # some models ask for its dtype
-        self.packed = memory
+        self.packed = packed
         self.float_bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
         self._linear = kernels.linear
         self._args = LinearArgs(
             is_bf16=self.dtype == torch.bfloat16,
             inputs=linear.in_features,
             outputs=linear.out_features,
-            packed=memory.data_ptr(),
+            packed=packed.panels.data_ptr(),
+            scales=packed.scales_address,
             bias=None if self.float_bias is None else self.float_bias.data_ptr(),
         )
 
@@ -93,29 +89,28 @@ class OneDnnLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pack_linears(model: nn.Module, kernels: Kernels | None, place: WeightPlace = in_own_memory) -> None:
+def pack_linears(
+    model: nn.Module, kernels: Kernels | None, place: WeightPlace = in_own_memory, weights: WeightFormat = "dtype"
+) -> None:
     """Replaces every plain linear layer of `model`: by our product where we have one, else by oneDNN's. Where that is
-    missing as well, layers stay as they are."""
+    missing as well, layers stay as they are. `weights` says how ours has them."""
     found = [(parent, name, child) for parent, name, child in children_of(model) if type(child) is nn.Linear]
-    compiled = [child for _, _, child in found if kernels is not None and _has_product(child)]
-    sizes = [packed_size(child) * child.weight.itemsize for child in compiled]
+    compiled = [child for _, _, child in found if kernels is not None and has_panels(child.weight)]
+    forms = [PackedForm.of(child.weight, weights) for child in compiled]
+    sizes = [form.nbytes for form in forms]
 
     def fill(arena: torch.Tensor) -> None:
-        for child, part in zip(compiled, _parts(arena, sizes), strict=True):
-            _pack(child.weight.detach(), part.view(child.weight.dtype))
+        for child, form, part in zip(compiled, forms, _parts(arena, sizes), strict=True):
+            form.pack(child.weight.detach(), part)
 
-    arena = place(_layout(compiled), sum(sizes), fill) if compiled else torch.empty(0, dtype=torch.uint8)
-    parts = _parts(arena, sizes)
+    arena = place(_layout(forms), sum(sizes), fill) if compiled else torch.empty(0, dtype=torch.uint8)
+    packed = zip(forms, _parts(arena, sizes), strict=True)
     for parent, name, child in found:
-        if kernels is not None and _has_product(child):
-            setattr(parent, name, CompiledLinear(child, kernels, next(parts).view(child.weight.dtype)))
+        if kernels is not None and has_panels(child.weight):
+            form, part = next(packed)
+            setattr(parent, name, CompiledLinear(child, kernels, form.view(part)))
         elif torch._C._has_mkldnn:
             setattr(parent, name, OneDnnLinear(child))
-
-
-def packed_size(linear: nn.Linear) -> int:
-    """Elements of a packed weight: outputs rounded up to whole panels."""
-    return -(-linear.out_features // PANEL) * PANEL * linear.in_features
 
 
 def _parts(arena: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
@@ -123,23 +118,6 @@ def _parts(arena: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
         yield arena[begin:end]
 
 
-def _layout(linears: list[nn.Linear]) -> str:
-    shapes = [(str(one.weight.dtype), tuple(one.weight.shape)) for one in linears]
-    return f"{PACKING}-{xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"
-
-
-def _has_product(linear: nn.Linear) -> bool:
-    step = _STEP.get(linear.weight.dtype)
-    return step is not None and linear.in_features % step == 0
-
-
-def _pack(weight: torch.Tensor, memory: torch.Tensor) -> None:
-    outputs, inputs = weight.shape
-    step = _STEP[weight.dtype]
-    panels = memory.view(-1, inputs // step, PANEL, step)
-    whole, rest = divmod(outputs, PANEL)
-    split = weight[: whole * PANEL].view(whole, PANEL, inputs // step, step)
-    panels[:whole] = split.transpose(1, 2)
-    if rest:
-        panels[whole, :, :rest] = weight[whole * PANEL :].view(rest, inputs // step, step).transpose(0, 1)
-        panels[whole, :, rest:] = 0
+def _layout(forms: list[PackedForm]) -> str:
+    shapes = [(str(one.dtype), (one.outputs, one.inputs)) for one in forms]
+    return f"{PACKING[forms[0].weights]}-{xxhash.xxh3_64_hexdigest(repr(shapes).encode())}"

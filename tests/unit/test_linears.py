@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from baton.common.engine.kernels import Kernels
-from baton.common.engine.linears import CompiledLinear, OneDnnLinear, pack_linears
+from baton.common.engine.linears import CompiledLinear, OneDnnLinear, in_own_memory, pack_linears
+from baton.common.engine.panels import WeightFormat
 
 
 class Block(nn.Module):
@@ -51,14 +54,57 @@ def test_bfloat16_layers_agree(kernels: Kernels, rows: int, inputs: int) -> None
             torch.testing.assert_close(ours(x).double(), exact, atol=1e-5, rtol=2**-8)
 
 
+def nearest_int8(weight: torch.Tensor) -> torch.Tensor:
+    """What an int8 weight stands for, of all that its scales (a row's largest weight is 127) can say the nearest."""
+    scales = weight.double().abs().amax(dim=1, keepdim=True) / 127
+    return (weight.double() / torch.where(scales == 0, 1.0, scales)).round() * scales
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 13, 97, 200])
+def test_int8_layers_compute_with_the_nearest_int8_weights(kernels: Kernels, rows: int, dtype: torch.dtype) -> None:
+    """Of awkward sizes, and with a row of zeros and one that is a thousand times as large."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(70, 150), nn.Linear(96, 3, bias=False), nn.Linear(64, 4100)).to(dtype)
+    with torch.no_grad():
+        layers[0].weight[5] = 0
+        layers[0].weight[6] *= 1000
+    packed = nn.Sequential(*layers)
+    pack_linears(packed, kernels, weights="int8")
+    for layer, ours in zip(layers, packed, strict=True):
+        assert isinstance(layer, nn.Linear)
+        x = torch.randn(1, rows, layer.in_features).to(dtype)
+        bias = None if layer.bias is None else layer.bias.double()
+        with torch.inference_mode():
+            exact = nn.functional.linear(x.double(), nearest_int8(layer.weight), bias)
+            found = ours(x).double()
+        close = {"atol": 1e-5, "rtol": 2**-8} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(found, exact, **close)
+
+
+def test_int8_weights_take_a_byte_each_and_a_scale_per_output(kernels: Kernels) -> None:
+    taken = list[int]()
+
+    def place(layout: str, nbytes: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        taken.append(nbytes)
+        return in_own_memory(layout, nbytes, fill)
+
+    pack_linears(nn.Sequential(nn.Linear(576, 199)), kernels, place, "int8")
+    assert taken == [208 * (576 + 4)]
+
+
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, dtype: torch.dtype, weights: WeightFormat) -> None:
     layer = nn.Sequential(nn.Linear(576, 200)).to(dtype)
-    pack_linears(layer, kernels)
+    pack_linears(layer, kernels, weights=weights)
     x = torch.randn(150, 576).to(dtype)
     with torch.inference_mode():
         whole = layer(x)
-        assert all(torch.equal(layer(x[i : i + n]), whole[i : i + n]) for i, n in ((0, 1), (149, 1), (3, 8), (50, 99)))
+        assert all(
+            torch.equal(layer(x[i : i + n]), whole[i : i + n])
+            for i, n in ((0, 1), (149, 1), (7, 2), (4, 5), (3, 8), (9, 13), (50, 99))
+        )
 
 
 def test_an_empty_batch_is_no_work(kernels: Kernels) -> None:

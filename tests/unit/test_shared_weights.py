@@ -135,9 +135,11 @@ def test_layers_over_a_shared_file_compute_the_same_bits(kernels: Kernels, folde
             assert torch.equal(first[number](x), own[number](x))
             assert torch.equal(second[number](x), own[number](x))
     assert isinstance(second[0], CompiledLinear)
-    assert is_mapped_from(second[0].packed, file_of(folder))
+    assert is_mapped_from(second[0].packed.panels, file_of(folder))
     pack_linears(nn.Sequential(nn.Linear(64, 51).to(dtype)), kernels, SharedWeights("model"))
     assert len(list(folder.glob("*/weights"))) == 2, "other shapes are another layout"
+    pack_linears(nn.Sequential(*layers), kernels, SharedWeights("model"), "int8")
+    assert len(list(folder.glob("*/weights"))) == 3, "and so are int8 weights"
 
 
 def save_model(directory: Path, seed: int) -> None:
@@ -150,7 +152,7 @@ def head_of(directory: Path) -> torch.Tensor:
     runner = TorchRunner.load(str(directory), dtype="float32", num_pages=4, page_size=4)
     head = runner.model.get_output_embeddings()
     assert isinstance(head, CompiledLinear)
-    return head.packed.view(torch.float32).clone()
+    return head.packed.panels.clone()
 
 
 def test_a_model_replaced_while_it_is_loaded_is_not_kept_by_the_new_ones_name(

@@ -27,7 +27,8 @@ using namespace baton;
 // The structures below are mirrored in fused/arguments.py, field for field.
 
 struct Weight {
-    const void* packed;  // matrix.h
+    const void* packed;  // panel.h
+    const float* scales;  // of int8 weights, else null
     const float* bias;  // or null
     int64_t outputs;
 };
@@ -327,10 +328,9 @@ class Forward {
     // sums [padded rows][panels * 16] with rows `stride` apart.
     void product(const Weight& weight, const T* x, int64_t inputs, int64_t rows, int64_t first, int64_t panels,
                  float* sums, int64_t stride) const {
-        const T* packed = static_cast<const T*>(weight.packed) + first * kPanel * inputs;
+        const Packed matrix{weight.packed, weight.scales, inputs};
         for (int64_t p = 0; p < panels; p += kMostPanels)
-            multiply(x, inputs, rows, inputs, packed + p * kPanel * inputs, std::min(kMostPanels, panels - p),
-                     sums + p * kPanel, stride);
+            multiply(x, rows, matrix, first + p, std::min(kMostPanels, panels - p), sums + p * kPanel, stride);
     }
 
     static void add(float* to, const float* what, int64_t count) {

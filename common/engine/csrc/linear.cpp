@@ -15,6 +15,7 @@ struct LinearArgs {
     int64_t is_bf16, rows, inputs, outputs;
     const void* x;  // [rows][inputs], dense
     const void* packed;
+    const float* scales;  // of int8 weights, else null
     const float* bias;  // [outputs] or null
     void* y;  // [rows][outputs], dense
 };
@@ -62,13 +63,12 @@ class Linear {
     }
 
     void item(int64_t row, int64_t rows, int64_t first, int64_t panels) const {
-        const T* panel = static_cast<const T*>(a_.packed) + first * kPanel * a_.inputs;
+        const Packed matrix{a_.packed, a_.scales, a_.inputs};
         float* sums = at_least(sums_of_thread(), kRowBlock * kMostPanels * kPanel);
         const int64_t whole = copied_ ? std::min(rows, rest_ - row) : rows;
-        if (whole) multiply(x_ + row * a_.inputs, a_.inputs, whole, a_.inputs, panel, panels, sums, panels * kPanel);
+        if (whole) multiply(x_ + row * a_.inputs, whole, matrix, first, panels, sums, panels * kPanel);
         if (whole < rows)
-            multiply(copied_, a_.inputs, rows - whole, a_.inputs, panel, panels, sums + whole * panels * kPanel,
-                     panels * kPanel);
+            multiply(copied_, rows - whole, matrix, first, panels, sums + whole * panels * kPanel, panels * kPanel);
         store(row, rows, first * kPanel, panels * kPanel, sums);
     }
 

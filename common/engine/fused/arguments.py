@@ -16,7 +16,7 @@ NORMS = ("before_attention", "of_query", "of_key", "after_attention", "before_ml
 class Weight(ctypes.Structure):
     """A packed matrix."""
 
-    _fields_: ClassVar = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64)]
+    _fields_: ClassVar = [*((name, c_void_p) for name in ("packed", "scales", "bias")), ("outputs", c_int64)]
 
 
 class RowNorm(ctypes.Structure):

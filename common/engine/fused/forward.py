@@ -177,8 +177,13 @@ def _layer_args(layer: DecoderLayer) -> LayerArgs:
 
 
 def _weight_args(linear: CompiledLinear) -> Weight:
-    bias = linear.float_bias
-    return Weight(linear.packed.data_ptr(), None if bias is None else bias.data_ptr(), linear.out_features)
+    packed, bias = linear.packed, linear.float_bias
+    return Weight(
+        packed.panels.data_ptr(),
+        packed.scales_address,
+        None if bias is None else bias.data_ptr(),
+        linear.out_features,
+    )
 
 
 def _norm_args(norm: CompiledRmsNorm | None) -> RowNorm:
