@@ -26,6 +26,7 @@ OLDEST_PROTOCOL_VERSION = PROTOCOL_VERSION
 KV_VERSION = 1
 """To be raised when the same weights come to compute other KV, or other tokens, than the release before."""
 
+WEIGHTS = "weights"
 WIRE = "wire"
 RELEASE = "release"
 _NOT_COMPARED = frozenset({WIRE, RELEASE, PAGE_LAYOUT})
@@ -37,6 +38,11 @@ NO_GROUP = ""
 def spoken(release: str) -> dict[str, str]:
     """What every process says of itself, whatever it does."""
     return {WIRE: f"{OLDEST_PROTOCOL_VERSION}-{PROTOCOL_VERSION}", RELEASE: release}
+
+
+def rounded_weights(weights: str) -> dict[str, str]:
+    """What a process says of its weights (`model.weights`): nothing while they are as they came."""
+    return {} if weights == "dtype" else {WEIGHTS: weights}
 
 
 def wire_versions(fingerprint: Mapping[str, str], newest: int) -> range:

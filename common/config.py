@@ -53,6 +53,7 @@ class ModelConfig(ByName):
     # auto: compiled where a C++ compiler is, else torch; on cuda flashinfer, triton or torch, as the worker has them
     attention: Literal["auto", "compiled", "torch", "triton", "flashinfer"] = "auto"
     graph_rows: int = 64  # on cuda: decode steps of up to so many rows are CUDA graphs; 0: none are
+    weights: Literal["dtype", "int8"] = "dtype"  # int8: of linear layers, rounded once; half the bytes of bfloat16
     forward_path: Literal["fastest", "fused", "generic"] = "fastest"  # fastest: fused for architectures that have it
     thinking_start: str = "<think>"  # the token that begins a reasoning model's thinking
 

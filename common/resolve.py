@@ -165,6 +165,7 @@ def resolve(
     chosen = {decision.field for decision in given}
     config, lanes = _decide_lanes(config, machine, explicit="transfer.lanes" in chosen)
     config, attention = _decide_attention(config, machine)
+    _check_weights(config)
     config, cache_dtype = _decide_cache_dtype(config)
     config, layout = _decide_page_layout(config)
     config, pace = _decide_pace(config)
@@ -206,6 +207,14 @@ def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterC
     why = "a C++ compiler is here" if machine.has_compiler else "no C++ compiler found"
     model = dataclasses.replace(config.model, attention=choice)
     return dataclasses.replace(config, model=model), (Decision("model.attention", choice, why),)
+
+
+def _check_weights(config: ClusterConfig) -> None:
+    """Once it is known what computes."""
+    model = config.model
+    if model.weights == "int8" and model.attention != "compiled" and model.model != FAKE_MODEL:
+        reason = f"only the compiled kernels compute with them, and attention on {model.device} is {model.attention}"
+        raise ConfigError("model.weights", "int8", reason, 'use "dtype"; or the cpu, with a C++ compiler')
 
 
 def _decide_cache_dtype(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from baton.common.asking import ResultT, question
 from baton.common.clock import Clock, MonotonicClock
-from baton.common.compat import KV_VERSION, spoken
+from baton.common.compat import KV_VERSION, rounded_weights, spoken
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory
 from baton.common.engine.core_api import FromPeer, MembershipView, SendTo, group_in
@@ -82,6 +82,7 @@ def _kv_of(memory: KvMemory | None, config: ClusterConfig, model_identity: str) 
     if memory is None:
         return {}
     computed = {"model": model_identity, "kv_version": str(KV_VERSION)}
+    computed |= rounded_weights(config.model.weights)
     return memory.fingerprint() | computed | {"digest": config.transfer.digest}
 
 

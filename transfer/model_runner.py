@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from baton.common.compat import rounded_weights
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.chunk_predictor import ChunkPredictor, Unfit
@@ -47,6 +48,7 @@ def make_runner(spec: ProcessSpec, progress: Callable[[str], None]) -> ModelRunn
         cache_dtype=config.kv.cache_dtype,
         attention=config.model.attention,
         forward_path=config.model.forward_path,
+        weights=config.model.weights,
         threads=len(spec.cores) or _threads(config),
         shared=shared,
         progress=progress,
@@ -103,13 +105,13 @@ def model_identity(model: str) -> str:
     return of_files(model)
 
 
-def weights_identity(model: str) -> str:
-    """Names the weights: models with one name compute the same KV."""
+def weights_identity(model: str, weights: str) -> str:
+    """Names the weights, in their format: models with one name compute the same KV."""
     if model == FAKE_MODEL:
         return FAKE_MODEL
     from baton.common.model.loading import weights_identity as of_files
 
-    return of_files(model)
+    return "-".join([of_files(model), *rounded_weights(weights).values()])
 
 
 def _threads(config: ClusterConfig) -> int:

@@ -201,7 +201,7 @@ class WorkerProcess:
             if most < memory.main.page_bytes:
                 raise ConfigError(f"kv.tiers.{name}", most, f"holds no page, of {memory.main.page_bytes} bytes each")
         say("naming the weights for the tiers below the pool")
-        names = memory.fingerprint() | {"weights": weights_identity(config.model.model)}
+        names = memory.fingerprint() | {"weights": weights_identity(config.model.model, config.model.weights)}
         keys = PageKeys.of_model(names, memory.layout.page_size)
         levels = open_tiers(config.kv.tiers, self._spec.worker, keys.root, memory.main.page_bytes)
         return (None, None) if levels is None else (keys, levels)

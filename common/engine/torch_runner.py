@@ -38,6 +38,7 @@ from baton.common.engine.linears import WeightPlace, in_own_memory, pack_linears
 from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.packing import take_rows
 from baton.common.engine.paged_attention import AttentionParams
+from baton.common.engine.panels import WeightFormat
 from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.rotary import fix_angles
@@ -59,6 +60,7 @@ from baton.common.prompt_logprobs import PromptLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NO_KERNELS = "only the compiled kernels compute with them, and there are none here (the log says why)"
 NumPages = int | Mapping[Component, int]
 """Pages and slots of each component, the null page counted. A number alone is for models that have one component."""
 
@@ -90,10 +92,11 @@ class TorchRunner:
         cache_dtype: CacheDtype = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
+        weights: WeightFormat = "dtype",
         threads: int | None = None,
         shared: bool = False,
         guides: Guides | None = None,
-        weights: WeightPlace = in_own_memory,
+        place: WeightPlace = in_own_memory,
         progress: Progress = silent,
     ) -> None:
         """Without `sliding_groups` sliding layers keep every token, in one pool with the full ones. Without `guides` no
@@ -101,6 +104,8 @@ class TorchRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         backends = choose_backends(attention, info.head_dim, progress, page_layout, page_size, cache_dtype)
+        if weights == "int8" and backends.kernels is None:
+            raise ConfigError("model.weights", weights, NO_KERNELS, 'use "dtype"')
         self.attention = backends.attention
         self.cache_dtype: CacheDtype = cache_dtype
         self.vocab_size = info.vocab_size
@@ -112,7 +117,7 @@ class TorchRunner:
         self.memory = KvMemory(info.layout(page_size, sliding_groups), buffers)
         self.model = model
         fix_angles(model, info.max_positions)
-        pack_linears(model, backends.kernels, weights)
+        pack_linears(model, backends.kernels, place, weights)
         if backends.kernels is not None:
             replace_pointwise(model, backends.kernels)
             replace_gated_mlps(model)
@@ -135,6 +140,7 @@ class TorchRunner:
         cache_dtype: CacheDtype = "auto",
         attention: AttentionChoice = "auto",
         forward_path: PathChoice = "fastest",
+        weights: WeightFormat = "dtype",
         threads: int | None = None,
         shared: bool = False,
         progress: Progress = silent,
@@ -158,9 +164,10 @@ class TorchRunner:
             cache_dtype=cache_dtype,
             attention=attention,
             forward_path=forward_path,
+            weights=weights,
             threads=threads,
             shared=shared,
-            weights=SharedWeights(key, progress) if unchanged else in_own_memory,
+            place=SharedWeights(key, progress) if unchanged else in_own_memory,
             guides=Guides(lambda: model_vocabulary(load_tokenizer(spec), info.vocab_size, info.eos_token_ids)),
             progress=progress,
         )

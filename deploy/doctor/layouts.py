@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from baton.common.compat import KV_VERSION
+from baton.common.compat import KV_VERSION, rounded_weights
 from baton.common.config import FAKE_MODEL, ClusterConfig
 from baton.common.model.spec import resolve_source
 
@@ -26,6 +26,7 @@ def layout_of(config: ClusterConfig) -> dict[str, str]:
         "kv_cache_dtype": config.kv.cache_dtype,
         "digest": config.transfer.digest,
         "kv_version": str(KV_VERSION),
+        **rounded_weights(config.model.weights),
     }
     if config.model.model == FAKE_MODEL:
         return found

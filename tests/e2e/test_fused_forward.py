@@ -17,6 +17,7 @@ from transformers import Gemma2Config, GemmaConfig, LlamaConfig, PretrainedConfi
 from baton.common.engine.backends import choose_backends
 from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.fused.choice import PathChoice
+from baton.common.engine.panels import WeightFormat
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.errors import ConfigError
 from baton.common.kv.page_layout import LayoutChoice
@@ -61,7 +62,9 @@ def needs_kernels() -> None:
         pytest.skip(str(error))
 
 
-def load(directory: Path, dtype: Dtype, path: PathChoice, page_size: int = 4) -> TorchRunner:
+def load(
+    directory: Path, dtype: Dtype, path: PathChoice, page_size: int = 4, weights: WeightFormat = "dtype"
+) -> TorchRunner:
     return TorchRunner.load(
         str(directory),
         dtype=dtype,
@@ -70,6 +73,7 @@ def load(directory: Path, dtype: Dtype, path: PathChoice, page_size: int = 4) ->
         sliding_groups=False,
         threads=1,
         forward_path=path,
+        weights=weights,
     )
 
 
@@ -98,6 +102,23 @@ def test_both_paths_say_the_same(family: str, tmp_path: Path) -> None:
     half = [logits_of(load(tmp_path, "bfloat16", path), outputs) for path in PATHS]
     errors = [torch.stack([one.logits[-1].float() for one in found]) - truth for found in half]
     assert errors[0].norm() < 1.2 * errors[1].norm()
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2-capped-logits"])
+def test_both_paths_say_the_same_over_int8_weights(family: str, tmp_path: Path) -> None:
+    """And that is near to what the weights say that these were rounded from, but not the same."""
+    save_random_model(FUSED[family], tmp_path)
+    generic = logits_of(load(tmp_path, "float32", "generic", weights="int8"))
+    outputs = [sequence.outputs for sequence in generic]
+    rounded = torch.stack([sequence.logits[-1] for sequence in generic])
+
+    def last(dtype: Dtype, weights: WeightFormat) -> torch.Tensor:
+        found = logits_of(load(tmp_path, dtype, "fused", weights=weights), outputs)
+        return torch.stack([sequence.logits[-1].float() for sequence in found])
+
+    torch.testing.assert_close(last("float32", "int8"), rounded, atol=1e-3, rtol=1e-4)
+    assert (last("bfloat16", "int8") - rounded).norm() < 0.02 * rounded.norm()
+    assert 0.001 < (last("float32", "dtype") - rounded).norm() / rounded.norm() < 0.05
 
 
 def test_where_the_time_of_a_step_goes_is_told(tmp_path: Path) -> None:
@@ -164,9 +185,10 @@ def test_a_pool_of_more_than_two_billion_numbers(tmp_path: Path) -> None:
     assert kept[1].any()
 
 
-def test_bits_do_not_depend_on_the_batch_in_bfloat16_either(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+def test_bits_do_not_depend_on_the_batch_in_bfloat16_either(tmp_path: Path, weights: WeightFormat) -> None:
     save_random_model(FUSED["gemma2"], tmp_path)
-    runner = load(tmp_path, "bfloat16", "fused")
+    runner = load(tmp_path, "bfloat16", "fused", weights=weights)
     tokens, pages = np.arange(5, 75, dtype=np.int32), np.arange(1, 19, dtype=np.int32)
     beside = [
         BatchRow(1 + i, tokens[: 1 + 9 * i], 1 + 9 * i, pages[: 1 + 9 * i // 4] + 20 * (i + 1), None) for i in range(4)

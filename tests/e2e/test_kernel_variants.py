@@ -15,6 +15,7 @@ from family_rig import FAMILIES, save_random_model
 from baton.common.engine import backends
 from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.kernels import LIBRARY, Kernels
+from baton.common.engine.panels import WeightFormat
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.kv.page_layout import PageLayout
 from baton.common.model.loading import Dtype
@@ -37,7 +38,7 @@ VARIANTS = {
 }
 
 
-def logits_of(directory: Path, dtype: Dtype) -> torch.Tensor:
+def logits_of(directory: Path, dtype: Dtype, weights: WeightFormat) -> torch.Tensor:
     """Of two prompts and a step of decode, with pages of 4 tokens (canonical) and of 16 (in panels)."""
     found = list[torch.Tensor]()
     for page_size in (4, 16):
@@ -49,6 +50,7 @@ def logits_of(directory: Path, dtype: Dtype) -> torch.Tensor:
             sliding_groups=False,
             threads=1,
             forward_path="fused",
+            weights=weights,
         )
         assert runner.memory.main.page_layout is (PageLayout.PANELS if page_size == 16 else PageLayout.CANONICAL)
         ids = np.random.default_rng(2).integers(3, 290, 101).astype(np.int32)
@@ -76,12 +78,17 @@ def test_variants_agree(variant: str, tmp_path: Path, monkeypatch: pytest.Monkey
     except BuildError as error:
         pytest.skip(str(error))
     assert other.matrix_units == (variant == TILES)
-    dtypes: tuple[tuple[Dtype, float], ...] = (("float32", 1e-4), ("bfloat16", 5e-2))
+    forms: tuple[tuple[Dtype, WeightFormat, float], ...] = (
+        ("float32", "dtype", 1e-4),
+        ("bfloat16", "dtype", 5e-2),
+        ("float32", "int8", 1e-4),
+        ("bfloat16", "int8", 5e-2),
+    )
     for family in ("llama", "gemma2"):
         save_random_model(FAMILIES[family], tmp_path / family)
-        for dtype, tolerance in dtypes:
-            own = logits_of(tmp_path / family, dtype)
+        for dtype, weights, tolerance in forms:
+            own = logits_of(tmp_path / family, dtype, weights)
             with monkeypatch.context() as patch:
                 patch.setattr(backends, "load_kernels", lambda progress: other)
-                found = logits_of(tmp_path / family, dtype)
+                found = logits_of(tmp_path / family, dtype, weights)
             assert (found - own).norm() < tolerance * own.norm()

@@ -206,6 +206,16 @@ def test_a_step_may_take_what_was_promised_between_two_tokens() -> None:
         decide("decode_worker.itl_s=-1")
 
 
+def test_int8_weights_are_refused_where_nothing_computes_with_them() -> None:
+    assert decide("model.weights=int8", machine=FULL).config.model.weights == "int8"
+    with pytest.raises(ConfigError, match=r"model\.weights.*compiled kernels"):
+        decide("model.weights=int8", machine=BARE)
+    with pytest.raises(ConfigError, match=r"model\.weights.*compiled kernels"):
+        decide("model.weights=int8", "model.attention=torch", machine=FULL)
+    with pytest.raises(ConfigError, match=r"model\.weights.*on cuda"):
+        decide("model.weights=int8", "model.device=cuda", machine=FULL)
+
+
 def test_pages_come_from_bytes_and_the_length_from_model_and_pool() -> None:
     resolved = decide("kv.pool_bytes=1048576")
     assert resolved.config.kv.num_pages == 1024 // 16

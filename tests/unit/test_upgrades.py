@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.common.compat import common_wire_version, differences, group_of, spoken, wire_versions
+from baton.common.compat import common_wire_version, differences, group_of, rounded_weights, spoken, wire_versions
 from baton.common.config import LivenessConfig, TransferConfig
 from baton.common.engine.core_api import MembershipView
 from baton.common.ids import Epoch, Stamp, WorkerId
@@ -182,6 +182,8 @@ def test_what_versions_have_in_common() -> None:
     assert common_wire_version(range(2, 4), range(4, 8)) is None
     assert group_of(spoken("1") | OLD) == group_of(OLD) != group_of(NEW)
     assert group_of(spoken("1")) == ""
+    assert group_of(rounded_weights("dtype") | OLD) == group_of(OLD), "of a release that knew nothing of formats"
+    assert group_of(rounded_weights("int8") | OLD) not in (group_of(OLD), group_of(NEW))
     assert differences(spoken("2") | NEW, spoken("1") | OLD) == {"page_size": "32 != 16"}
 
 
