@@ -109,8 +109,15 @@ def pack_linears(
         if kernels is not None and has_panels(child.weight):
             form, part = next(packed)
             setattr(parent, name, CompiledLinear(child, kernels, form.view(part)))
-        elif torch._C._has_mkldnn:
+        elif _is_packed_by_onednn(child.weight.dtype):
             setattr(parent, name, OneDnnLinear(child))
+
+
+def _is_packed_by_onednn(dtype: torch.dtype) -> bool:
+    """bfloat16 takes a processor with AVX-512."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _parts(arena: torch.Tensor, sizes: list[int]) -> Iterator[torch.Tensor]:
