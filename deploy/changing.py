@@ -29,7 +29,8 @@ LOOK_S = 1.0
 
 def scale(handle: ClusterHandle, wanted: Mapping[str, int]) -> ClusterPlan:
     """So many workers of these roles, from now on. Those that are added have the settings of the others; of those that
-    are there, the last ones leave when they have finished what they have. Raises ConfigError."""
+    are there, the last ones leave when they have finished what they have. The extra ones of an upgrade that goes on
+    stay as long as it does. Raises ConfigError."""
     plan, seats = handle.current_plan(), handle.status().seats
     for role, count in wanted.items():
         if role not in COMPUTE_ROLES:
@@ -45,7 +46,8 @@ def scale(handle: ClusterHandle, wanted: Mapping[str, int]) -> ClusterPlan:
     roles = [_role_of(seat, seats) for seat in kept]
     config = dataclasses.replace(plan.config, prefill=roles.count("prefill"), decode=roles.count("decode"))
     validate(config)
-    changed = dataclasses.replace(plan, config=config, seats=tuple(kept), policy=policy_of(config))
+    extra = [seat for seat in plan.seats if seat.spec.extra]
+    changed = dataclasses.replace(plan, config=config, seats=(*kept, *extra), policy=policy_of(config))
     handle.change(changed)
     return changed
 

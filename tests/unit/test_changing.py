@@ -88,6 +88,16 @@ def test_an_upgrade_wants_all_anew_and_some_beside_them_and_keeps_the_way_back()
     assert len(again.seats) == len(before.seats) + 1
 
 
+def test_who_scales_while_an_upgrade_goes_on_leaves_it_its_extra_workers() -> None:
+    """The last worker of a role is only replaced while another one answers."""
+    handle = cluster(prefill=1, decode=1)
+    extra = {seat.spec.worker for seat in upgrade(handle, handle.current_plan().config).seats if seat.spec.extra}
+    plan = scale(handle, {"decode": 2})
+    assert {seat.spec.worker for seat in plan.seats if seat.spec.extra} == extra == {"decode-1", "prefill-1"}
+    assert names(plan) == ["decode-0", "decode-1", "decode-2", "gateway-0", "prefill-0", "prefill-1"]
+    assert (plan.config.prefill, plan.config.decode) == (1, 2), "they are not counted"
+
+
 def test_an_upgrade_says_what_changes_and_what_is_forgotten_before_it_begins() -> None:
     handle = cluster(prefill=1, decode=2)
     config = handle.current_plan().config
@@ -124,7 +134,7 @@ def test_who_asks_for_more_than_ray_has_room_for_is_told_so() -> None:
     tell_room(1, more, said.append)
     assert said == ["Ray has 1 free CPUs; 2 workers wait for 2"]
     said.clear()
-    tell_room(0, added(before, scale(handle, {"decode": 1})), said.append)
+    tell_room(0, added(handle.current_plan(), scale(handle, {"decode": 1})), said.append)
     assert said == []
 
 
