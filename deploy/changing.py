@@ -158,7 +158,7 @@ def _more(plan: ClusterPlan, role: str, count: int, there: Iterable[PlannedSeat]
     taken = {seat.spec.worker for seat in there} | {seat.spec.worker for seat in plan.seats}
     found: list[PlannedSeat] = []
     number = 0
-    cores = cores_for(len(taken) + max(0, count), plan.config.pin_cores)
+    cores = cores_for(len(taken) + max(0, count))
     while len(found) < count:
         worker = WorkerId(f"{role}-{number}")
         if worker not in taken:

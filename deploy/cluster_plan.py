@@ -45,7 +45,8 @@ def place_of(role: str, placement: PlacementConfig) -> Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSeat(ByName):
-    """One process the cluster shall have, at first in this role, and where it is placed."""
+    """One process the cluster shall have, at first in this role, and where it is placed by the settings with which its
+    seat was made; those of its revision may say otherwise. `cores`: where these pin them."""
 
     spec: SeatSpec
     cores: tuple[int, ...]

@@ -31,7 +31,7 @@ from baton.common.log import EventLog, ProcessName, configure_logging
 from baton.common.messages import Body, Hello, Member, Membership
 from baton.deploy import ray_side
 from baton.deploy.autoscale_control import AutoscaleControl
-from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus
+from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, place_of
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
     DrainWorker,
@@ -313,18 +313,19 @@ class ControllerLoop:
         worker, settings = spec.worker, self._plan.settings(spec.revision)
         if seat is None:
             return  # not wanted any more
+        place = place_of(seat.spec.role, settings.config.placement)  # its revision's, as cores are
         process = ProcessSpec(
             worker=worker,
             role=spec.role,
             incarnation=incarnation,
             controller=ControllerDoor(self._mesh.address, self._keys.public, guest),
             config=settings.config,
-            cores=seat.cores,
+            cores=seat.cores if settings.config.pin_cores else (),
             run_dir=self._plan.run_dir,
             revision=spec.revision,
         )
         try:
-            handle = ray_side.create_process(process, settings.class_paths[spec.role], seat.place)
+            handle = ray_side.create_process(process, settings.class_paths[spec.role], place)
         except (ray.exceptions.RayError, ValueError, ImportError) as error:
             self._on_start_failed(worker, incarnation, str(error))
             return

@@ -359,7 +359,7 @@ def policy_of(config: ClusterConfig) -> Policy | None:
 def _seats(config: ClusterConfig) -> tuple[PlannedSeat, ...]:
     """Workers first, so that the gateway opens its door to a cluster that is loading already."""
     roles = ["prefill"] * config.prefill + ["decode"] * config.decode
-    cores = cores_for(len(roles), config.pin_cores)
+    cores = cores_for(len(roles))
     seats = []
     for index, role in enumerate(roles):
         number = roles[:index].count(role)
@@ -371,20 +371,17 @@ def _seats(config: ClusterConfig) -> tuple[PlannedSeat, ...]:
     return (*seats, *(PlannedSeat(spec=spec, cores=left, place=place) for spec in specs))
 
 
-def cores_for(workers: int, pin: bool) -> list[tuple[int, ...]]:
-    """Which cores each of `workers` workers is pinned to, round robin over the cores this process may use; empty
-    tuples when not pinning. Workers that share a machine run one thread each: see docs/adr/0005."""
-    if not pin:
-        return [() for _ in range(workers)]
+def cores_for(workers: int) -> list[tuple[int, ...]]:
+    """Which cores each of `workers` workers is pinned to where cores are pinned, round robin over the cores this
+    process may use. Workers that share a machine run one thread each: see docs/adr/0005."""
     available = sorted(os.sched_getaffinity(0))
     return [(available[index % len(available)],) for index in range(workers)]
 
 
 def cores_left(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Beside those of workers: where gateways do not take time from steps. Empty when workers are not pinned, or have
-    all of them."""
+    """Beside those of workers: where gateways do not take time from steps. Empty when workers have all of them."""
     taken = {core for own in cores for core in own}
-    return tuple(core for core in sorted(os.sched_getaffinity(0)) if core not in taken) if taken else ()
+    return tuple(core for core in sorted(os.sched_getaffinity(0)) if core not in taken)
 
 
 def wait_for(handle: ClusterHandle, missing: Missing, on_progress: Progress) -> None:

@@ -19,8 +19,4 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [(1, (3, 5, 7)), (3, (7,)), (4, ()), (6, ())],
 )
 def test_gateways_have_the_cores_that_no_worker_has(workers: int, left: tuple[int, ...]) -> None:
-    assert cores_left(cores_for(workers, True)) == left
-
-
-def test_nobody_is_pinned_where_workers_are_not() -> None:
-    assert cores_left(cores_for(3, False)) == ()
+    assert cores_left(cores_for(workers)) == left
