@@ -45,7 +45,7 @@ class ItlPacer:
         if self._alone_s is None or self._token_s is None:
             return 1
         left_s = max(self.itl_s - self._alone_s, (STRETCH - 1) * self._alone_s)
-        return int(left_s / self._token_s) if self._token_s * UNLIMITED > left_s else UNLIMITED
+        return max(1, int(left_s / self._token_s)) if self._token_s * UNLIMITED > left_s else UNLIMITED
 
     def learn(self, tokens: int, took_s: float) -> None:
         """A step with streams is over, in which so many tokens of prompts were computed."""

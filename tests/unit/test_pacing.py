@@ -102,6 +102,19 @@ def test_a_disturbed_measurement_does_little() -> None:
     assert all(one.took_s <= 1.4 * STRETCH * 0.06 for number, one in enumerate(steps) if number != disturbed)
 
 
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_after_a_first_step_with_prompts_that_took_very_long_prompts_go_on(page: int) -> None:
+    """What it says of a token is more than there is room for."""
+
+    def took_s(number: int, tokens: int) -> float:
+        return linear(0.02, 1e-4)(number, tokens) + 10.0 * (number == 1)
+
+    steps = list(saturated(ItlPacer(0.05), 4 * REMEASURE_STEPS, took_s, page=page))
+    without = [number for number, one in enumerate(steps) if not one.tokens]
+    assert all(later - earlier > REMEASURE_STEPS for earlier, later in pairwise(without)), without
+    assert steps[-1].tokens > 10 * PAGE, "and it is soon forgotten"
+
+
 @pytest.mark.parametrize("nonsense_s", [0.0, -1.0, math.nan, math.inf])
 def test_times_that_are_none_starve_nobody(nonsense_s: float) -> None:
     steps = list(saturated(ItlPacer(0.05), 100, lambda number, tokens: nonsense_s))
