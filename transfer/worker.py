@@ -19,6 +19,7 @@ from typing import Protocol
 from msgspec import structs
 
 from baton.common.clock import MonotonicClock, wall_offset_s
+from baton.common.compat import KV_VERSION
 from baton.common.config import ClusterConfig
 from baton.common.engine.batch import KvMemory, ModelRunner
 from baton.common.engine.chunk_predictor import ChunkPredictor
@@ -201,7 +202,8 @@ class WorkerProcess:
             if most < memory.main.page_bytes:
                 raise ConfigError(f"kv.tiers.{name}", most, f"holds no page, of {memory.main.page_bytes} bytes each")
         say("naming the weights for the tiers below the pool")
-        names = memory.fingerprint() | {"weights": weights_identity(config.model.model, config.model.weights)}
+        weights = weights_identity(config.model.model, config.model.weights)
+        names = memory.fingerprint() | {"weights": weights, "kv_version": str(KV_VERSION)}
         keys = PageKeys.of_model(names, memory.layout.page_size)
         levels = open_tiers(config.kv.tiers, self._spec.worker, keys.root, memory.main.page_bytes)
         return (None, None) if levels is None else (keys, levels)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.common import env
+from baton.common.compat import KV_VERSION
 from baton.common.config import ClusterConfig, KvConfig, ModelConfig, TiersConfig
 from baton.common.engine.batch import ModelRunner
 from baton.common.engine.core_api import EngineCore
@@ -16,6 +17,7 @@ from baton.common.engine.fake_runner import fake_runner
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.kv.layout import KvLayout
+from baton.common.kv.tiers.keys import PageKey
 from baton.common.native import built
 from baton.transfer.copying import LIBRARY
 from baton.transfer.keys import ControllerDoor, KeyPair
@@ -91,3 +93,19 @@ def test_a_level_that_holds_no_page_is_refused(level: str, tmp_path: Path) -> No
     }
     with pytest.raises(ConfigError, match=rf"kv\.tiers\.{level}_bytes = 100: holds no page"):
         load(KvLayout(16), tiers[level], tmp_path)
+
+
+def test_a_new_version_of_kv_finds_no_page_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks and shared directories outlive a release."""
+    roots: list[PageKey] = []
+
+    def named(config: TiersConfig, worker: WorkerId, root: PageKey, page_bytes: int) -> None:
+        roots.append(root)
+        raise _LoadedSoFarError
+
+    monkeypatch.setattr("baton.transfer.worker.open_tiers", named)
+    for version in (KV_VERSION, KV_VERSION, KV_VERSION + 1):
+        monkeypatch.setattr("baton.transfer.worker.KV_VERSION", version)
+        with pytest.raises(_LoadedSoFarError):
+            load(KvLayout(16), TiersConfig(host_bytes=1 << 20), tmp_path)
+    assert roots[0] == roots[1] != roots[2]
