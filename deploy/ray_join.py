@@ -16,7 +16,7 @@ import ray
 
 from baton.common import env
 from baton.common.config import NODE_ADDRESS, ClusterConfig
-from baton.common.errors import BatonError
+from baton.common.errors import BatonError, ConfigError
 from baton.common.model.cache import Progress
 from baton.deploy.cluster_plan import PlannedSeat
 from baton.transfer.mesh import try_interface
@@ -52,7 +52,7 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
             ray.init(
                 address="local",  # never one that happens to run here
                 num_cpus=cpus_of_own_ray(config.prefill + config.decode, os.cpu_count() or 1),
-                num_gpus=0,
+                num_gpus=None if config.placement.gpus else 0,  # None: those that it finds
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _node_ip_address=LOCAL_NODE_ADDRESS,
@@ -64,7 +64,19 @@ def connect_ray(config: ClusterConfig, address: str | None, on_progress: Progres
     except Exception as error:  # plain ones are what Ray raises here
         ray.shutdown()
         raise LaunchError(f"Ray did not start on this machine: {first_line(error)}") from error
+    if config.placement.gpus:
+        _check_gpus(config)
     return True
+
+
+def _check_gpus(config: ClusterConfig) -> None:
+    """Of a Ray of our own, which nobody adds nodes to: workers would wait for ever. Raises ConfigError."""
+    each, workers = config.placement.gpus, config.prefill + config.decode
+    found = float(ray.cluster_resources().get("GPU", 0.0))
+    if found < each * workers:
+        ray.shutdown()
+        reason = f"{workers} workers take {each * workers}, and Ray found {found:g} GPUs on this machine"
+        raise ConfigError("placement.gpus", each, reason, "fewer workers, or --ray-address of a cluster that has them")
 
 
 def cpus_of_own_ray(workers: int, cores: int) -> int:

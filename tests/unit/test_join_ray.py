@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from baton.common import env
 from baton.common.clock import MonotonicClock
-from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig
+from baton.common.config import ClusterConfig, GatewayConfig, ModelConfig, PlacementConfig
 from baton.common.errors import ConfigError
 from baton.common.ids import WorkerId
 from baton.common.model.cache import silent
@@ -96,6 +96,30 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch: pytest.MonkeyP
     config = replace(ClusterConfig(), model=ModelConfig(model="fake"), gateway=GatewayConfig(port=0))
     with pytest.raises(LaunchError, match=r"^Ray did not start on this machine: The current .* startup\.$"):
         launch.launch(config)
+    assert steps == ["ray.shutdown"]
+
+
+@pytest.mark.parametrize(("gpus", "given"), [(0, 0), (1, None)])
+def test_a_ray_of_our_own_has_the_gpus_that_workers_ask_for(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, given: int | None
+) -> None:
+    """It was told that it has none, and whoever asked it for one waited for ever."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 2.0})
+    config = ClusterConfig(prefill=1, decode=1, placement=PlacementConfig(gpus=gpus))
+    assert ray_join.connect_ray(config, None, silent, None)
+    assert asked["num_gpus"] == given
+
+
+def test_gpus_that_a_ray_of_our_own_does_not_find_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(ray, "shutdown", lambda: steps.append("ray.shutdown"))
+    config = ClusterConfig(prefill=1, decode=1, placement=PlacementConfig(gpus=1))
+    with pytest.raises(ConfigError, match=r"placement\.gpus = 1: 2 workers take 2, and Ray found 1 GPUs"):
+        ray_join.connect_ray(config, None, silent, None)
     assert steps == ["ray.shutdown"]
 
 
