@@ -20,7 +20,7 @@ from pathlib import Path
 
 from baton.common.model.loading import Dtype
 from benchmarks.engine.cases import FULL, QUICK, Case
-from benchmarks.engine.contenders import LLAMA_CPP, PEERS, Setting, contenders
+from benchmarks.engine.contenders import LLAMA_CPP, PATHS, PEERS, Setting, contenders
 from benchmarks.engine.report import document, setting_section
 from benchmarks.engine.rounds import Results, measure
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="the beginning of MODEL/DTYPE/CORES")
-    parser.add_argument("--paths", nargs="+", default=["generic", "fused"], help="Baton's own, side by side")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS[:2], help="Baton's own, side by side")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--quick", action="store_true", help="one setting, four cases: shows that it runs")
     parser.add_argument("--write", type=Path)

