@@ -1,4 +1,4 @@
-// The matrix units that csrc/matrix.h and csrc/attention_tiles.h use, in plain C++, for processors without them. To be
+// The matrix units that csrc/matrix_tiles.h and csrc/attention_tiles.h use, in plain C++, for processors without them. To be
 // included before all else, with __AMX_BF16__ defined. Tiles are 16 rows of 64 bytes, as `Tiles` configures them.
 #pragma once
 
