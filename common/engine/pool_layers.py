@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PoolLayers:
-    """`pool` [pages, layers, 2, kv heads, page size, width] (`TorchKvBuffer`), its layers in the order of `layers`. Where
-    there are several, the main component's is the first."""
+    """`pool` [pages, layers, 2, kv heads, page size, width] (`TorchKvBuffer`), its layers in the order of `layers`.
+    Where there are several, the main component's is the first."""
 
     pool: torch.Tensor
     layers: tuple[int, ...]
