@@ -11,6 +11,7 @@ import pytest
 from baton.transfer.link import LaneStatus
 from baton.transfer.testing import REOPENED_S, TransportContract
 from baton.transfer.testing_ends import End, EndKeys, EndSpec, HandOff, pump, small_config
+from baton.transfer.transports import ucx_worker
 from baton.transfer.transports.ucx import why_unavailable
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
@@ -37,11 +38,12 @@ def test_a_link_that_comes_up_after_others_in_vain_carries_regions(monkeypatch: 
     """UCX pairs endpoints by number: the source must make up for those to which it did not answer. It learns of them
     by messages that need an answer, which all are for some fabrics."""
     monkeypatch.setenv("UCX_RNDV_THRESH", "1024")
+    monkeypatch.setattr(ucx_worker, "MOST_AT_ONCE", 2)  # each time it says hello
     keys, config = EndKeys.generate(), small_config("ucx")
     source, sink = End(EndSpec("source", 8, "ucx", keys, config, fill=1)), End(EndSpec("sink", 7, "ucx", keys, config))
     try:
         source.let_in()  # nobody
-        for turned_away in range(3):
+        for turned_away in range(5):
             sink.set_peers([source.member])
             assert pump([source, sink], lambda: source.data.snapshot(time.monotonic()).stray > turned_away)  # noqa: B023
             sink.set_peers([])

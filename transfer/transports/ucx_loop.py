@@ -32,7 +32,7 @@ from baton.transfer.transports.base import (
     TransportEvent,
 )
 from baton.transfer.transports.ucx_parts import DOOR_BYTES, Door, Endpoint, Hello, Ucxx, Welcome
-from baton.transfer.transports.ucx_worker import MOST_BEHIND, UcxWorker, abort
+from baton.transfer.transports.ucx_worker import UcxWorker, abort
 
 CLOSE_TIMEOUT_S = 10.0
 """So long the end of the lane takes at most; half of it is for UCX to end its requests."""
@@ -278,7 +278,7 @@ class UcxLoop:
             if self._closing.is_set():
                 return
             hello = self._door.open(sealed, Hello)
-            if hello is not None and hello.meant_for == self._stamp.epoch and self._ahead(hello) <= MOST_BEHIND:
+            if hello is not None and hello.meant_for == self._stamp.epoch:
                 self._start(self._welcome(hello))
             else:
                 self.stray += 1
@@ -294,12 +294,8 @@ class UcxLoop:
         await self._serving.send(endpoint, np.zeros(1, dtype=np.uint8), self.door)
         abort(endpoint)
 
-    def _ahead(self, hello: Hello) -> int:
-        """So many endpoints it has made in vain; negative for one that has been welcomed."""
-        return hello.number - self._serving.made(hello.stamp)
-
     async def _welcome(self, hello: Hello) -> None:
-        if self._ahead(hello) < 0:
+        if hello.number < self._serving.made(hello.stamp):
             return  # it was said again before the welcome had come
         try:
             old = self._callers.get(hello.stamp)
@@ -307,6 +303,8 @@ class UcxLoop:
                 _log.info("ucx_opened_again", peer=hello.stamp.worker, number=hello.number)
                 self._forget_caller(old)
             endpoint = await self._serving.pair(hello.stamp, hello.worker, hello.number)
+            if endpoint is None:
+                return  # it will say so again
             caller = _Caller(hello.stamp, endpoint, _new_tag())
             self._callers[hello.stamp] = caller
             self._start(self._hear_asks(caller))

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from baton.common.ids import Stamp
 from baton.transfer.transports.ucx_parts import Endpoint, Ucxx
 
-MOST_BEHIND = 256
-"""So many links that were opened in vain are made up for, which takes a second; each of them was tried for
-CONNECT_TIMEOUT_S (`link.py`)."""
+MOST_AT_ONCE = 256
+"""So many links that were opened in vain are made up for at a time, which takes a second."""
 
 _ABORT_NS = 10**9
 
@@ -43,11 +42,12 @@ class UcxWorker:
         self._made[peer] = self.made(peer) + 1
         return await self._to(address)
 
-    async def pair(self, peer: Stamp, address: bytes, number: int) -> Endpoint:
-        """The endpoint paired with that `number` of the peer's, at least `made`. Raises `ucxx.error`."""
-        while self.made(peer) < number:  # those that it made in vain
+    async def pair(self, peer: Stamp, address: bytes, number: int) -> Endpoint | None:
+        """The endpoint paired with that `number` of the peer's, at least `made`; None: not yet, there were too many
+        before it. Raises `ucxx.error`."""
+        for _ in range(min(number - self.made(peer), MOST_AT_ONCE)):  # those that it made in vain
             abort(await self.connect(peer, address))
-        return await self.connect(peer, address)
+        return await self.connect(peer, address) if self.made(peer) == number else None
 
     async def to_itself(self) -> Endpoint:
         """Raises `ucxx.error`."""
