@@ -74,7 +74,7 @@ def plan_upgrade(
     class_paths: Mapping[str, str] | None = None,
 ) -> ClusterPlan:
     """What `upgrade` makes of the cluster; nothing begins. Meanwhile there are `surge` decode workers more, and one
-    prefill worker more where there is only one. Raises ConfigError."""
+    prefill worker more where only one takes requests. Raises ConfigError."""
     plan, seats = handle.current_plan(), handle.status().seats
     config = dataclasses.replace(config, prefill=plan.config.prefill, decode=plan.config.decode)
     if not config.gateway.port:
@@ -96,8 +96,9 @@ def plan_upgrade(
         policy=policy_of(config),
     )
     for role, count in (("decode", surge), ("prefill", 1)):
-        alone = sum(_role_of(seat, seats) == role for seat in kept) == 1
-        more = max(count, 1) if alone else count if role == "decode" else 0
+        there = [seat for seat in kept if _role_of(seat, seats) == role]
+        able = sum(_is_live(seat.spec.worker, seats) for seat in there)
+        more = max(count, 1) if there and able <= 1 else count if role == "decode" else 0
         anew += [
             dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, extra=True))
             for seat in _more(later, role, more, anew)

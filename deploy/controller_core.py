@@ -9,7 +9,8 @@ C1. A stamp leaves the membership only after `on_dead`: the shell has *proven* t
 C2. A seat holds at most one process. A successor is started only after its predecessor is proven dead.
 C3. Incarnations of a seat and versions of the membership only grow, also over a restart of the controller.
 C4. Restarts are bounded: exponential back-off, and at most `max_restarts_per_minute` per seat.
-C5. Nobody is asked to leave while there is no other live worker of its role; who says that he was told to stop leaves.
+C5. Nobody is asked to leave while there is no other live worker of its role, but for an upgrade in the end (whose plan
+    has an extra one then); who says that he was told to stop leaves.
 C6. While an upgrade is under way at most one process at a time leaves for it, and only when all others are there.
 """
 

@@ -23,14 +23,18 @@ class Handle:
 
     plan: ClusterPlan
     roles: dict[str, str] = field(default_factory=dict)
+    leaving: str = ""
 
     def current_plan(self) -> ClusterPlan:
         return self.plan
 
     def status(self) -> SimpleNamespace:
         seats = [
-            SeatStatus(seat.spec.worker, self.roles.get(seat.spec.worker, seat.spec.role), "live", 1, "", 0)
+            SeatStatus(
+                name, self.roles.get(name, seat.spec.role), "leaving" if name == self.leaving else "live", 1, "", 0
+            )
             for seat in self.plan.seats
+            for name in [seat.spec.worker]
         ]
         return SimpleNamespace(seats=seats)
 
@@ -86,6 +90,13 @@ def test_an_upgrade_wants_all_anew_and_some_beside_them_and_keeps_the_way_back()
     again = upgrade(handle, before.config, surge=0)
     assert [seat.spec.role for seat in again.seats if seat.spec.extra] == ["prefill"]
     assert len(again.seats) == len(before.seats) + 1
+
+
+def test_who_leaves_for_another_role_is_nobody_that_an_upgrade_may_count_on() -> None:
+    handle = cluster(prefill=2, decode=2)
+    cast(Handle, handle).leaving = "prefill-1"
+    plan = plan_upgrade(handle, handle.current_plan().config, surge=0)
+    assert [seat.spec.worker for seat in plan.seats if seat.spec.extra] == ["prefill-2"]
 
 
 def test_who_scales_while_an_upgrade_goes_on_leaves_it_its_extra_workers() -> None:
