@@ -33,7 +33,8 @@ class AutoscaleControl:
             {one.stamp: one.load.demand for one in live if one.role == "gateway" and one.load.demand is not None}
         )
         seats = {one.stamp.worker: _seat(one) for one in live if one.role in COMPUTE_ROLES}
-        self._scaler, flips = self._scaler.look(demand, seats, len(seats) < self._scaler.policy.workers, now)
+        changing = core.book.changing or len(seats) < self._scaler.policy.workers
+        self._scaler, flips = self._scaler.look(demand, seats, changing, now)
         effects: list[Effect] = []
         for flip in flips:
             found = core.replace_worker(flip.worker, flip.role, now)

@@ -14,7 +14,7 @@ from baton.common.messages import PROTOCOL_VERSION, Demand, Heartbeat, Hello, Lo
 from baton.deploy.autoscale import Policy
 from baton.deploy.autoscale_control import LOOK_S, AutoscaleControl
 from baton.deploy.controller_core import ControllerCore
-from baton.deploy.controller_seats import DrainWorker, SeatSpec
+from baton.deploy.controller_seats import DrainWorker, Effect, SeatSpec
 from baton.deploy.demand import DemandMeter, DemandSum
 from baton.deploy.planner.outcome import Slo
 
@@ -63,9 +63,10 @@ def live_core() -> ControllerCore:
     return core
 
 
-def test_a_worker_is_asked_to_leave_for_the_other_role_when_prompts_come_too_fast() -> None:
-    core, control, meter = live_core(), AutoscaleControl(POLICY, 0.0), DemandMeter()
-    asked: list[object] = []
+def asked_under_pressure(core: ControllerCore) -> list[Effect]:
+    """Prompts come too fast for a minute."""
+    control, meter = AutoscaleControl(POLICY, 0.0), DemandMeter()
+    asked: list[Effect] = []
     for second in range(60):
         for _ in range(15):  # of a tenth of a second each
             meter.asked(1000)
@@ -77,8 +78,19 @@ def test_a_worker_is_asked_to_leave_for_the_other_role_when_prompts_come_too_fas
         asked += effects
         assert len(flips) == len(effects)
         assert control.look(core, second + LOOK_S / 2) == ([], ()), "before the next look is due"
+    return asked
+
+
+def test_a_worker_is_asked_to_leave_for_the_other_role_when_prompts_come_too_fast() -> None:
+    asked = asked_under_pressure(live_core())
     assert [(one.worker, one.incarnation) for one in asked if isinstance(one, DrainWorker)] == [("decode-1", 1)]
     assert len(asked) == 1, "one change at a time"
+
+
+def test_nobody_is_asked_while_the_cluster_changes() -> None:
+    core = live_core()
+    core.book.seats[WorkerId("decode-0")].proven = None  # its revision is still to show that it comes up
+    assert asked_under_pressure(core) == []
 
 
 @pytest.mark.parametrize(
