@@ -9,7 +9,7 @@ import asyncio
 import random
 import ssl
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -79,6 +79,19 @@ class Connection:
             verify=trust(ca_file),
             limits=httpx.Limits(max_connections=None),
         )
+        self.last_words: set[asyncio.Task[None]] = set()
+
+    async def last_word(self, method: str, path: str, within_s: float) -> None:
+        """A call that is made to its end also when whoever makes it is cancelled; nobody hears what comes of it."""
+
+        async def say() -> None:
+            with suppress(RequestError, ClusterUnreachable):
+                await self.call(method, path, timeout=within_s)
+
+        task = asyncio.create_task(say())
+        self.last_words.add(task)
+        task.add_done_callback(self.last_words.discard)
+        await asyncio.shield(task)
 
     async def call(self, method: str, path: str, **options: Any) -> bytes:
         """Once. Raises RequestError, ClusterUnreachable."""
@@ -151,6 +164,7 @@ class Connection:
         return ClusterUnreachable(f"the connection to {self.base_url} broke: {error or type(error).__name__}")
 
     async def close(self) -> None:
+        await asyncio.gather(*self.last_words)
         await self._http.aclose()
 
 

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -119,9 +119,7 @@ class Asking:
         """A gateway cannot see whether a connection broke or its client wants no more: it is told. One with a key of
         the caller's goes on for a while."""
         if self._own_key:
-            with suppress(RequestError, ClusterUnreachable):
-                path = f"/v1/idempotency/{quote(self._key, safe='')}"
-                await self._connection.call("DELETE", path, timeout=HANG_UP_S)
+            await self._connection.last_word("DELETE", f"/v1/idempotency/{quote(self._key, safe='')}", HANG_UP_S)
 
 
 async def _behind(given: str, deltas: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

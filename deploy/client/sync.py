@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
@@ -27,16 +28,20 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._running: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="baton-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()  # an interrupt here must not leave the request running
             raise
+        finally:
+            self._running.discard(future)
 
     def each(self, items: AsyncGenerator[ResultT, None]) -> Iterator[ResultT]:
         try:
@@ -50,15 +55,15 @@ class _Loop:
         """Ends what still runs, then does the last thing."""
         if self._loop.is_closed():
             return
+        for future in list(self._running):
+            future.cancel()
         self.run(self._end_all(last))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _end_all(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
+        others = asyncio.all_tasks() - {asyncio.current_task()}  # what was cancelled, and who hangs up: not cancelled
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()  # they hang up
         await last()

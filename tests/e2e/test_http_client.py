@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -106,6 +107,14 @@ def test_who_wants_no_more_hangs_up() -> None:
         assert worker.cancelled.wait(5)
 
 
+def wait_until_nothing_runs(served: Served) -> None:
+    """Long before an answer would have ended by itself: a gateway that was told ends it in a moment."""
+    deadline_s = time.monotonic() + 2.0
+    while served.gateway.load().running:
+        assert time.monotonic() < deadline_s, "a request that nobody waits for runs on"
+        time.sleep(0.001)
+
+
 def test_closing_the_client_ends_what_runs() -> None:
     with serving(Loopback(script=saying("x" * 200), pace_s=0.05), keys={"linger_s": 60.0}) as served:
         client = Client(served.url)
@@ -116,7 +125,18 @@ def test_closing_the_client_ends_what_runs() -> None:
             client.close()
             with pytest.raises(CancelledError):
                 running.result(5)
-        assert served.gateway.load().running == 0, "both were told"
+        wait_until_nothing_runs(served)  # both were told
+
+
+@pytest.mark.parametrize("pause_ms", range(0, 12, 2))
+def test_who_drops_a_stream_and_then_closes_the_client_has_hung_up(pause_ms: int) -> None:
+    """Wherever in hanging up the end of the client comes."""
+    with serving(Loopback(script=saying("x" * 200), pace_s=0.05), keys={"linger_s": 60.0}) as served:
+        client = Client(served.url)
+        next(iter(client.stream("y", max_tokens=100)))
+        time.sleep(pause_ms / 1e3)
+        client.close()
+        wait_until_nothing_runs(served)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_step_without_samples_gives_no_tokens_and_logprobs_are_log_softmax(run
     row = BatchRow(1, prompt[20:], len(prompt), pages[: -(-len(prompt) // 16)], SamplingParams(logprobs=3))
     batch = pack_batch([row], 16)
     result = runner.collect(runner.launch(batch))
-    scores = torch.log_softmax(runner.logits(batch, (0,))[0], dim=-1)
+    scores = torch.log_softmax(runner.logits(batch, (0,))[0].double(), dim=-1)
     (score,) = result.logprobs
     assert score is not None
     assert [token for token, _ in score.top] == torch.topk(scores, 3).indices.tolist()
