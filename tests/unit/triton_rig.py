@@ -51,5 +51,12 @@ def interpreted_copy() -> Copy:
     return copy
 
 
+if (
+    HAS_TRITON
+):  # while tests are collected: torch imports it sooner or later, and what it has of itself stays as it was then
+    with interpreting():
+        importlib.import_module("triton.language")
+
+
 def _ids(ids: np.ndarray | None) -> torch.Tensor | None:
     return None if ids is None else torch.from_numpy(ids)
