@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from family_rig import FAMILIES, save_random_model
 
+from baton.common import env
 from baton.common.engine import backends
 from baton.common.engine.batch import BatchRow, pack_batch
 from baton.common.engine.kernels import LIBRARY, Kernels
@@ -19,7 +21,7 @@ from baton.common.engine.panels import WeightFormat
 from baton.common.engine.torch_runner import TorchRunner
 from baton.common.kv.page_layout import PageLayout
 from baton.common.model.loading import Dtype
-from baton.common.native import BuildError, built
+from baton.common.native import built
 from baton.common.units import pages_for_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's abilities")]
@@ -34,6 +36,7 @@ VARIANTS = {
         "-include",
         str(Path(__file__).parent / "emulated_tiles.h"),
         "-D__AMX_BF16__",
+        "-O1",  # what stands for a tile is inlined everywhere: optimising that takes minutes
     ),
 }
 
@@ -73,10 +76,9 @@ def logits_of(directory: Path, dtype: Dtype, weights: WeightFormat) -> torch.Ten
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_agree(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = dataclasses.replace(LIBRARY, flags=(*LIBRARY.flags, *VARIANTS[variant]))
-    try:
-        other = Kernels(built(library))
-    except BuildError as error:
-        pytest.skip(str(error))
+    if shutil.which(env.compiler()) is None:
+        pytest.skip("there is no compiler")
+    other = Kernels(built(library))
     assert other.matrix_units == (variant == TILES)
     forms: tuple[tuple[Dtype, WeightFormat, float], ...] = (
         ("float32", "dtype", 1e-4),
