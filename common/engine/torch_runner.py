@@ -42,17 +42,15 @@ from baton.common.engine.panels import WeightFormat
 from baton.common.engine.pointwise import replace_pointwise
 from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.rotary import fix_angles
-from baton.common.engine.sampling import sample
-from baton.common.engine.scoring import score
 from baton.common.engine.shared_weights import SharedWeights
 from baton.common.engine.state_cache import SlotCache
-from baton.common.engine.step_places import histories_of, last_tokens, masks_of, scored_rows, scored_tokens
+from baton.common.engine.step_places import asked_tokens, choose_tokens, last_tokens, sampled_rows, scores_of
 from baton.common.errors import ConfigError
 from baton.common.kv.cache_dtype import CacheDtype
 from baton.common.kv.layout import Component
 from baton.common.kv.page_layout import LayoutChoice
 from baton.common.kv.torch_buffer import TorchKvBuffer, TorchStateBuffer
-from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.messages import TokenLogprob
 from baton.common.model.cache import Progress, silent
 from baton.common.model.loading import Dtype, ModelInfo, load_model, load_tokenizer, model_info, weights_key
 from baton.common.prompt_logprobs import PromptLogprobs
@@ -213,18 +211,12 @@ class TorchRunner:
     def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
         started = time.perf_counter()
-        sampled = tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-        scored = [scored_tokens(batch, row) for row in scored_rows(batch)]
-        asked = np.concatenate((last_tokens(batch, sampled), *scored))
-        logits = self._compute(batch, asked, on_layers)
+        sampled = sampled_rows(batch)
+        logits = self._compute(batch, asked_tokens(batch, sampled), on_layers)
         scores: dict[int, PromptLogprobs] = {}
         if logits is not None:
-            at = len(sampled)
             with torch.inference_mode():
-                for row in scored_rows(batch):
-                    scoring = batch.scorings[batch.keys[row]]
-                    scores[batch.keys[row]] = score(logits[at : at + len(scoring.targets)], scoring)
-                    at += len(scoring.targets)
+                scores = scores_of(batch, logits[len(sampled) :])
             logits = logits[: len(sampled)] if sampled else None
         return TorchTicket(batch, sampled, logits, scores, time.perf_counter() - started)
 
@@ -235,14 +227,7 @@ class TorchRunner:
         tokens = [-1] * batch.num_rows
         logprobs: list[TokenLogprob | None] = [None] * batch.num_rows
         if ticket.logits is not None:
-            params = [_wanted(batch.sampling[row]) for row in ticket.sampled_rows]
-            indices = [batch.output_indices[row] for row in ticket.sampled_rows]
-            histories = histories_of(batch, ticket.sampled_rows)
-            penalized = {place: history for place, history in histories.items() if params[place].penalizes}
-            masks = masks_of(self.guides, batch, ticket.sampled_rows, histories)
-            with torch.inference_mode():
-                chosen, scores = sample(ticket.logits, params, indices, penalized, masks)
-            for row, token, score in zip(ticket.sampled_rows, chosen, scores, strict=True):
+            for row, token, score in choose_tokens(self.guides, batch, ticket.sampled_rows, ticket.logits):
                 tokens[row], logprobs[row] = token, score
         elapsed_s = ticket.forward_s + time.perf_counter() - started
         return StepResult(batch.keys, tuple(tokens), tuple(logprobs), elapsed_s, ticket.scores)
@@ -309,8 +294,3 @@ class TorchRunner:
         cache = self._slot_cache(batch)
         logits = self._modules.run(batch, np.zeros(1, np.int64), {}, tell_nobody, cache, seen)
         return check_layers(self.info, seen, () if cache is None else cache.layers_seen, logits)
-
-
-def _wanted(params: SamplingParams | None) -> SamplingParams:
-    assert params is not None
-    return params

@@ -30,13 +30,11 @@ from baton.common.engine.module_forward import ModuleForward
 from baton.common.engine.paged_attention import AttentionParams
 from baton.common.engine.pool_layers import PoolLayers
 from baton.common.engine.rotary import fix_angles
-from baton.common.engine.sampling import sample
-from baton.common.engine.scoring import score
-from baton.common.engine.step_places import histories_of, last_tokens, masks_of, scored_rows, scored_tokens
+from baton.common.engine.step_places import asked_tokens, choose_tokens, params_of, sampled_rows, scores_of
 from baton.common.errors import ConfigError
 from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchKvBuffer
-from baton.common.messages import SamplingParams, TokenLogprob
+from baton.common.messages import TokenLogprob
 from baton.common.model.loading import Dtype, ModelInfo
 from baton.common.prompt_logprobs import PromptLogprobs
 from baton.common.units import pages_for_tokens
@@ -129,7 +127,7 @@ class DeviceRunner:
 
     def launch(self, batch: Batch, on_layers: OnLayers = tell_nobody) -> Ticket:
         assert batch.page_size == self.memory.layout.page_size, (batch.page_size, self.memory.layout)
-        began_s, sampled = time.perf_counter(), _sampled(batch)
+        began_s, sampled = time.perf_counter(), sampled_rows(batch)
         told: list[tuple[int, Event]] = []
         with self.device.stream(), torch.inference_mode():
             logits, scores = self._logits(batch, sampled, lambda count: told.append((count, self.device.event())))
@@ -161,17 +159,10 @@ class DeviceRunner:
         found = None if self.graphs is None else self.graphs.run(batch)
         if found is not None:
             return found if len(sampled) == batch.num_rows else found[list(sampled)], {}
-        scored = scored_rows(batch)
-        asked = np.concatenate((last_tokens(batch, sampled), *(scored_tokens(batch, row) for row in scored)))
-        logits = self._compute(batch, asked, on_layers)
+        logits = self._compute(batch, asked_tokens(batch, sampled), on_layers)
         if logits is None:
             return None, {}
-        scores, at = dict[int, PromptLogprobs](), len(sampled)
-        for row in scored:
-            scoring = batch.scorings[batch.keys[row]]
-            scores[batch.keys[row]] = score(logits[at : at + len(scoring.targets)].cpu(), scoring)
-            at += len(scoring.targets)
-        return logits[: len(sampled)], scores
+        return logits[: len(sampled)], scores_of(batch, logits[len(sampled) :])
 
     def _compute(self, batch: Batch, asked: I64, on_layers: OnLayers) -> torch.Tensor | None:
         reports = {self._layers[count - 1]: count for count in batch.report_after}
@@ -188,8 +179,7 @@ class DeviceRunner:
         tokens = self._tokens[: len(sampled)]
         if logits is None or not sampled:
             return tokens
-        params = [_wanted(batch.sampling[row]) for row in sampled]
-        rows = host_arguments(params, [batch.output_indices[row] for row in sampled])
+        rows = host_arguments(params_of(batch, sampled), [batch.output_indices[row] for row in sampled])
         arguments = None
         if rows:
             pinned = self.device.pinned(5 * len(rows), torch.float64).view(-1, 5)
@@ -200,24 +190,10 @@ class DeviceRunner:
     def _choose_on_host(self, ticket: DeviceTicket) -> list[tuple[int, int, TokenLogprob | None]]:
         """(row, token, log probability) of the rows that penalties, biases, grammars or log probabilities are for."""
         batch = ticket.batch
-        rows = [row for row in ticket.sampled_rows if needs_host(_wanted(batch.sampling[row]))]
-        if ticket.logits is None or not rows:
+        params = zip(ticket.sampled_rows, params_of(batch, ticket.sampled_rows), strict=True)
+        places = [place for place, (_, wanted) in enumerate(params) if needs_host(wanted)]
+        if ticket.logits is None or not places:
             return []
-        places = [ticket.sampled_rows.index(row) for row in rows]
-        params = [_wanted(batch.sampling[row]) for row in rows]
-        histories = histories_of(batch, tuple(rows))
-        penalized = {place: history for place, history in histories.items() if params[place].penalizes}
-        masks = masks_of(self.guides, batch, tuple(rows), histories)
         with self.device.stream():
             logits = ticket.logits[places].float().cpu()
-        indices = [batch.output_indices[row] for row in rows]
-        return list(zip(rows, *sample(logits, params, indices, penalized, masks), strict=True))
-
-
-def _sampled(batch: Batch) -> tuple[int, ...]:
-    return tuple(row for row, params in enumerate(batch.sampling) if params is not None)
-
-
-def _wanted(params: SamplingParams | None) -> SamplingParams:
-    assert params is not None
-    return params
+        return list(choose_tokens(self.guides, batch, [ticket.sampled_rows[place] for place in places], logits))
