@@ -201,10 +201,13 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
         case ErrorCode.OVERLOADED.value:
             asked = settings.requests + settings.conversations
             return asked > min(settings.decode_config.max_queued_requests, settings.max_inflight_requests)
+        case ErrorCode.RATE_LIMITED.value:
+            return (request.tenant.requests_per_minute, request.tenant.tokens_per_minute) != (None, None)
         case ErrorCode.NO_WORKER.value:
             return faulty
         case ErrorCode.SESSION_NOT_FOUND.value:
-            return faulty and request.session_id != NO_SESSION and not request.begins_session
+            may_be_gone = faulty or settings.session_ttl_s < AMPLE_S
+            return may_be_gone and request.session_id != NO_SESSION and not request.begins_session
         case ErrorCode.SESSION_LOST.value:
             return settings.decode_config.lost_session == "fail" and request.session_id != NO_SESSION
         case ErrorCode.DEADLINE_EXCEEDED.value | ErrorCode.DEADLINE_UNREACHABLE.value:

@@ -227,6 +227,17 @@ def assert_step_fits(batch: Batch, chunk_tokens: int) -> None:
     assert batch.num_tokens <= most, f"a step over {batch.num_tokens} tokens, {most} at most"
 
 
+def assert_step_keeps_its_pages(batch: Batch, pool: KvPool) -> None:
+    """Nobody gives back what a step writes while it is under way."""
+    slots = {pool.main: batch.slots} if pool.layout.paged else {}
+    if batch.swa is not None:
+        slots[Component.SWA] = batch.swa.slots
+    for component, written in slots.items():
+        pages = written // batch.page_size
+        _, is_free = pool.supply.allocators[component].memory
+        assert not is_free[pages].any(), f"{component} pages {pages[is_free[pages]].tolist()} are free, and are written"
+
+
 def assert_content(workers: Sequence[WorkerProcess], sequences: Iterable[I32], layout: KvLayout) -> None:
     """Of everything that is cached of these sequences."""
     seen: list[set[bytes]] = [set() for _ in workers]

@@ -271,7 +271,7 @@ class GatewayProcess(MemberProcess):
         name, ahead = str(stamp.worker), config.dispatch_ahead_requests
         self.admission = AdmissionWatch(name, rows, ahead, config.max_inflight_requests)
         self._watch = GatewayWatch(name, settings.transfer.resend_after_s, world.is_prompt)
-        self.requests = RequestWatch(name)
+        self.requests = RequestWatch(name, config.session_ttl_s)
         self._timer: Wakeup | None = None
         super().__init__(world, stamp, role, revision)
         self._timer = Wakeup(self, self._due, "gateway timer")
@@ -306,8 +306,8 @@ class GatewayProcess(MemberProcess):
 
     def carry_out(self, effects: Sequence[GatewayEffect], *, on_timer: bool = False) -> None:
         self._watch.says(effects, self.now, on_timer=on_timer)
-        self.admission.says(effects)
-        self.requests.says(effects)
+        self.admission.says(effects, self.now)
+        self.requests.says(effects, self.now)
         for effect in effects:
             if isinstance(effect, TokensArrived):
                 self.world.clients.tokens(effect)

@@ -60,6 +60,7 @@ SCENARIOS: dict[str, Callable[[int], Scenario]] = {
         resume.session_that_was_edited,
         resume.crash_mid_return,
         resume.returns_under_churn,
+        sessions.session_goes_back_a_little,
     )
 }
 

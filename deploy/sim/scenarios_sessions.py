@@ -20,6 +20,7 @@ from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.world import Report
 
 UNBROKEN_TURNS = 3
+TURNS_BACK = 7
 
 
 def session_that_turns_back(seed: int) -> Scenario:
@@ -62,6 +63,39 @@ def session_that_turns_back(seed: int) -> Scenario:
     def reached(report: Report) -> None:
         scenario.reached(report)
         must(len(shared) == len(turns), "it was not kept after each turn")
+
+    return Scenario(plan.world, reached)
+
+
+def session_goes_back_a_little(seed: int) -> Scenario:
+    """Turns of a session go on a few tokens before the end of what it holds, each a token further back than the one
+    before: what a window or a state has left behind there is not gone on with."""
+    layout: Mapping[str, Any] = LAYOUTS[(seed + 1) % len(LAYOUTS)]  # windows and states first
+    plan = Plan(replace(BASE, decode=1, decode_pages=64, decode_config=CONVERSING, **layout), seed)
+    rng = np.random.default_rng([seed, 3])
+    parts = [rng.integers(0, 258, count).astype(np.int32) for count in (17 + seed % 4, *[5] * TURNS_BACK)]
+    kept: list[int] = []
+
+    def go_on(before: ClientRequest | None = None) -> None:
+        turn = len(plan.requests)
+        if turn <= TURNS_BACK:
+            said = parts[0] if before is None else np.concatenate((before.known[: 1 - turn or None], parts[turn]))
+            request = asking(f"t{turn}", said, session=SESSION)
+            request.begins_session, request.then = turn == 0, go_on
+            plan.world.schedule.after(0.2, look)
+            plan.enter(request, max(FIRST_S, plan.world.now + 0.3))
+
+    def look() -> None:
+        """Between two turns."""
+        kept.extend(one.record.kv_committed_len for worker in plan.world.workers("decode") for one in _sessions(worker))
+
+    go_on()
+    scenario = plan.ready()
+    plan.world.calm_s = FIRST_S + 8.0
+
+    def reached(report: Report) -> None:
+        scenario.reached(report)
+        must(len(kept) == TURNS_BACK, f"it was not kept after each turn: {kept}")
 
     return Scenario(plan.world, reached)
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
-from baton.common.config import DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
+from baton.common.config import MAX_PRIORITY, DecodeConfig, LivenessConfig, PrefillConfig, TiersConfig, TransferConfig
 from baton.common.engine.fake_runner import StepCost, StepTimer
 from baton.common.kv.layout import Component, KvLayout
 from baton.common.routing_config import POLICY_NAMES, RoutingConfig
+from baton.deploy.admission_queue import Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +123,10 @@ class WorldSettings:
     routing: RoutingConfig = field(default_factory=lambda: RoutingConfig(policy="rendezvous"))
     max_live_sources: int = 1024  # of each worker: an offer beyond is refused
     max_inflight_requests: int = 256  # of each gateway
+    session_ttl_s: float = 3600.0  # in each gateway
     dispatch_ahead: int = 16  # of each gateway, for each decode worker
-    weights: tuple[float, ...] = (1.0,)  # of the API keys that ask
+    keys: tuple[Tenant, ...] = (Tenant(name="key0"),)  # the API keys that ask
+    guided: float = 0.0  # share of requests whose answer follows a grammar
     fault_s: float = 4.0
     aftermath_s: float = 0.0  # how long it goes on when all is at rest: late timers must find nothing to do
     clock_offset_s: float = 0.0  # most that the clocks of processes differ by ...
@@ -238,7 +241,12 @@ def random_settings(seed: int) -> WorldSettings:
     settings = _with_keys(settings, Random(seed ^ 0x4E15))
     settings = _with_targets(settings, Random(seed ^ 0x7A26))
     settings = _with_upgrades(settings, Random(seed ^ 0x09AD), calm or steady)
-    settings = dataclasses.replace(settings, scored=Random(seed ^ 0x5C02E).choice((0.0,) * 5 + (0.5,)))
+    settings = dataclasses.replace(
+        settings,
+        scored=Random(seed ^ 0x5C02E).choice((0.0,) * 5 + (0.5,)),
+        guided=Random(seed ^ 0x96A3).choice((0.0,) * 4 + (0.4,)),
+        session_ttl_s=Random(seed ^ 0x5E77).choice((3600.0,) * 4 + (0.8,)),
+    )
     return _with_layout(_with_flips(settings, Random(seed ^ 0xF11B), calm or steady), rng, calm)
 
 
@@ -254,7 +262,22 @@ def _with_keys(settings: WorldSettings, rng: Random) -> WorldSettings:
     ahead, weights = rng.choice((1, 1, 2)), rng.choice(((1.0,), (1.0, 1.0), (1.0, 3.0), (1.0, 2.0, 8.0)))
     if rng.random() >= KEYS_SHARE:
         return settings
-    return dataclasses.replace(settings, dispatch_ahead=ahead, weights=weights)
+    return dataclasses.replace(settings, dispatch_ahead=ahead, keys=_keys(weights, rng))
+
+
+def _keys(weights: tuple[float, ...], rng: Random) -> tuple[Tenant, ...]:
+    """Some may ask for little in a minute, some may not be urgent."""
+    bound = rng.random() < 0.5
+    return tuple(
+        Tenant(
+            name=f"key{number}",
+            weight=weight,
+            requests_per_minute=rng.choice((None, None, 4.0, 60.0)) if bound else None,
+            tokens_per_minute=rng.choice((None, None, 200.0)) if bound else None,
+            top_priority=rng.choice((-MAX_PRIORITY, 1, 3)) if bound else -MAX_PRIORITY,
+        )
+        for number, weight in enumerate(weights)
+    )
 
 
 def _with_targets(settings: WorldSettings, rng: Random) -> WorldSettings:

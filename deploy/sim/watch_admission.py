@@ -4,14 +4,16 @@ Owns: an account of its own of who waits, who has been given to workers, and wha
 into a gateway and what comes out. Never: asks the code that it judges.
 
 - F1  Nobody waits while a worker has room; nobody is let in without.
-- F2  In a key, the most urgent is first, and of those the first.
+- F2  In a key, the most urgent is first, and of those the first. Nobody is more urgent than his key may be.
 - F3  While two keys wait all the time, neither gets ahead of the other, for its weight, by more than twice what one
       prompt and the answers under way can be.
 - F4  The gateway holds as many as it may. Who has no place has more there than others, for his weight.
+- F5  A key is refused for its limits when it is beyond them, and only then; and told when it is not any more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,21 +22,48 @@ from baton.common.engine.core_api import MembershipView, SendTo
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId, Stamp
 from baton.common.messages import Load, Submit
+from baton.deploy.admission import LEAST_RETRY_S, MOST_RETRY_S
 from baton.deploy.admission_queue import ANSWER_TOKEN_WORK, Tenant
 from baton.deploy.gateway_states import RequestEnded, TokensArrived
 from baton.deploy.sim.clients import ClientRequest
 
 ROUNDING = 1e-6
+MINUTE_S = 60.0
 
 
-@dataclass(slots=True, eq=False)
+class _Allowance:
+    """What is left of so much in a minute, none of which is saved up for longer. It may be overdrawn."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._per_minute = math.inf if per_minute is None else per_minute
+        self._left, self._at_s = max(1.0, self._per_minute), -math.inf
+
+    def take(self, amount: float, now: float) -> None:
+        self._left, self._at_s = self._left_at(now) - amount, now
+
+    def wait_s(self, now: float) -> float:
+        """Until one more is within it."""
+        return max(0.0, (1.0 - self._left_at(now)) * MINUTE_S / self._per_minute)
+
+    def _left_at(self, now: float) -> float:
+        if math.isinf(self._left):
+            return self._left
+        return min(max(1.0, self._per_minute), self._left + (now - self._at_s) * self._per_minute / MINUTE_S)
+
+
 class _Key:
     """What one has had, and has there."""
 
-    tenant: Tenant
-    work: float = 0.0
-    waiting: int = 0
-    answers: int = 0  # that those who were let in may still be given, at most
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.work = 0.0
+        self.waiting = 0
+        self.answers = 0  # that those who were let in may still be given, at most
+        self.requests = _Allowance(tenant.requests_per_minute)
+        self.tokens = _Allowance(tenant.tokens_per_minute)
+
+    def wait_s(self, now: float) -> float:
+        return max(self.requests.wait_s(now), self.tokens.wait_s(now))
 
     @property
     def served(self) -> float:
@@ -70,6 +99,7 @@ class AdmissionWatch:
         self._keys: dict[str, _Key] = {}
         self._races: dict[tuple[str, str], _Race] = {}
         self._longest_prompt = 0
+        self._newest: ClientRequest | None = None  # of which nothing has been said yet
 
     # ------------------------------------------------------------------------------------- what goes in
 
@@ -97,6 +127,7 @@ class AdmissionWatch:
         key.waiting += 1
         self._waiting[request.request_id] = request
         self._longest_prompt = max(self._longest_prompt, len(request.prompt))
+        self._newest = request
 
     def finished(self, request_id: RequestId) -> None:
         """It takes no room any more, though its end may be told later."""
@@ -106,15 +137,18 @@ class AdmissionWatch:
 
     # ------------------------------------------------------------------------------------ what comes out
 
-    def says(self, effects: Iterable[object]) -> None:
+    def says(self, effects: Iterable[object], now: float) -> None:
         """All that came of one event."""
         before = len(self._inside)
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            self._limited(newest, effects, now)
         for effect in effects:
             match effect:
                 case SendTo(body=Submit(request_id=request_id)) if request_id in self._waiting:
                     self._let_in(self._waiting[request_id])
                 case TokensArrived(request_id=request_id, tokens=tokens):
-                    self._said(self._inside[request_id], len(tokens))
+                    self._said(self._inside[request_id], len(tokens), now)
                 case RequestEnded(request_id=request_id):
                     self._ended(effect)
                 case _:
@@ -122,10 +156,27 @@ class AdmissionWatch:
         self._look(before)
         self._race()
 
+    def _limited(self, request: ClientRequest, effects: Iterable[object], now: float) -> None:
+        """F5"""
+        key, request_id = self._keys[request.tenant.name], request.request_id
+        wait_s = key.wait_s(now)
+        for effect in effects:
+            if isinstance(effect, RequestEnded) and effect.request_id == request_id and effect.failure is not None:
+                if effect.failure.code is ErrorCode.RATE_LIMITED:
+                    told_s = effect.retry_after_s or 0.0
+                    clipped_s = min(max(wait_s, LEAST_RETRY_S), MOST_RETRY_S)
+                    right = wait_s > 0 and abs(told_s - clipped_s) <= ROUNDING
+                    assert right, f"{request_id} is to wait {told_s} s, and is within its limits in {wait_s} s (F5)"
+                return
+        assert wait_s <= ROUNDING, f"{request_id} is let in, {wait_s} s before it is within the limits of its key (F5)"
+        key.requests.take(1, now)
+        key.tokens.take(len(request.prompt), now)
+
     def _let_in(self, request: ClientRequest) -> None:
         key = self._keys[request.tenant.name]
         own = (one for one in self._waiting.values() if one.tenant.name == request.tenant.name)
-        first = min(own, key=lambda one: one.priority)  # of equals the first that came
+        most_urgent = request.tenant.top_priority
+        first = min(own, key=lambda one: max(one.priority, most_urgent))  # of equals the first that came
         assert first is request, f"{self._name} lets {request.request_id} in before {first.request_id} (F2)"
         del self._waiting[request.request_id]
         self._inside[request.request_id] = request
@@ -133,8 +184,10 @@ class AdmissionWatch:
         key.work += len(request.prompt)
         key.answers += request.sampling.max_tokens
 
-    def _said(self, request: ClientRequest, tokens: int) -> None:
-        self._keys[request.tenant.name].work += ANSWER_TOKEN_WORK * tokens
+    def _said(self, request: ClientRequest, tokens: int, now: float) -> None:
+        key = self._keys[request.tenant.name]
+        key.work += ANSWER_TOKEN_WORK * tokens
+        key.tokens.take(tokens, now)
 
     def _ended(self, effect: RequestEnded) -> None:
         inside = self._inside.pop(effect.request_id, None)

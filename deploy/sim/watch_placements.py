@@ -7,9 +7,11 @@ step*.
 - D1  Who drains takes nothing new, and nobody waits beyond the bound. A later turn of a session is refused, where that
       is wanted, exactly when nothing of the session is there.
 - D2  A placement ends by its deadline; and at once when its gateway cancels it, is lost or says nothing, when that has
-      placed it here once more, or when all is handed over.
+      placed it here once more, or when all is handed over. One that is over does not begin again.
       Only a turn that has ended with its answer leaves its KV to the next one.
-- D3  What is said of an answer follows what was said before, or repeats it.
+- D3  What is said of an answer follows what was said before, or repeats it. The last word is repeated until it is
+      acknowledged.
+- D4  Each placement that has not ended counts in the load that a worker tells: gateways have room by it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.common.config import DecodeConfig
+from baton.common.config import DecodeConfig, TransferConfig
 from baton.common.engine.core_api import FromPeer, HandOver, MembershipView, SendTo
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId, SessionId, Stamp
 from baton.common.kv.census import OwnerClass
-from baton.common.messages import CancelRequest, Failure, Output, Resume, Submit, Submitted
+from baton.common.messages import CancelRequest, Failure, FinishAck, Load, Output, Resume, Submit, Submitted
 from baton.decode.core import DecodeCore
 
 PlacementKey = tuple[RequestId, int]
@@ -39,15 +41,27 @@ class _Placement:
     session_id: SessionId
 
 
+@dataclass(slots=True)
+class _Over:
+    gateway: Stamp
+    said_s: float  # its last word, the last time
+    heard_s: float = math.inf  # that nobody waits for that any more ...
+    number: int = 0  # ... as how manyeth of those whom somebody may have stopped waiting for
+
+
 class PlacementWatch:
     """Of one decode worker."""
 
-    def __init__(self, name: str, core: DecodeCore, config: DecodeConfig) -> None:
+    def __init__(self, name: str, core: DecodeCore, config: DecodeConfig, transfer: TransferConfig) -> None:
         self._name = name
         self._core = core
         self._config = config
+        self._transfer = transfer
         self._open: dict[PlacementKey, _Placement] = {}
-        self._over: dict[PlacementKey, None] = {}  # the last ones
+        self._over: dict[PlacementKey, _Over] = {}  # the last ones
+        self._unheard: dict[PlacementKey, _Over] = {}  # of these, those whose last word is not acknowledged
+        self._heard = 0
+        self._looked_s = 0.0
         self._listed: frozenset[Stamp] = frozenset()
         self._version = 0
         self._look_at_s = math.inf  # nobody is late before
@@ -71,20 +85,25 @@ class PlacementWatch:
         if isinstance(event, FromPeer) and isinstance(event.body, Submit):
             self._submitted(event.sender, event.body, effects, now)
         self._answered = isinstance(event, FromPeer) and isinstance(event.body, CancelRequest) and event.body.answered
-        self.says(effects)
+        self.says(effects, now)
         self._answered = False
         match event:
             case FromPeer(sender, CancelRequest() as cancel):
                 key = cancel.request_id, cancel.placement
                 placement = self._open.get(key)
                 assert placement is None or placement.gateway != sender, f"{self._name} goes on with {key}, cancelled"
+                self._heard += 1
+                if placement is None and key not in self._over:  # it may be overtaken by its Cancel
+                    self._remember(key, _Over(sender, now, now, self._heard))
+            case FromPeer(sender, FinishAck() as ack):
+                self._acknowledged((ack.request_id, ack.placement), sender, now)
             case FromPeer(sender, Resume() as resume):
                 key = resume.request_id, resume.placement
                 again = [one.body for one in effects if isinstance(one, SendTo) and isinstance(one.body, Output)]
                 from_there = any(_key_of(one) == key and one.first_index <= resume.next_index for one in again)
                 assert from_there, f"{self._name} does not say what {sender} lacks: {resume}"
             case MembershipView() if event.version >= self._version:
-                self._viewed(event)
+                self._viewed(event, now)
             case HandOver():
                 assert not self._open, f"{self._name} keeps {list(self._open)} to itself, and leaves"
             case _:
@@ -96,9 +115,11 @@ class PlacementWatch:
         for answer in answers:
             if isinstance(answer, Output) and answer.failure is not None and _key_of(answer) == key:
                 self._refused(submit, answer.failure)
-        known = key in self._open or key in self._over
+        known = key in self._open or key in self._unheard
         if known or not any(isinstance(one, Submitted) and _key_of(one) == key for one in answers):
             return
+        over = self._over.pop(key, None)
+        assert over is None or not self._is_recent(over, now), f"{self._name} begins {key} again, which is over"
         self._let_in(submit)
         older = [other for other, one in self._open.items() if other[0] == key[0] and one.gateway == sender]
         placement = self._open[key] = _Placement(
@@ -107,6 +128,17 @@ class PlacementWatch:
         self._look_at_s = min(self._look_at_s, placement.deadline_s)
         ended = {_key_of(one) for one in answers if isinstance(one, Output) and _is_last(one)}
         assert ended.issuperset(older), f"{self._name} answers {older} beside {key}"
+
+    def _is_recent(self, over: _Over, now: float) -> bool:
+        """Not too long ago, nor behind too many others, for it to be forgotten."""
+        behind = self._heard - over.number
+        return now < over.heard_s + self._transfer.tombstone_ttl_s and behind < self._transfer.max_tombstones
+
+    def _acknowledged(self, key: PlacementKey, gateway: Stamp, now: float) -> None:
+        self._heard += 1
+        if (over := self._unheard.get(key)) is not None and over.gateway == gateway:
+            del self._unheard[key]
+            over.heard_s, over.number = now, self._heard
 
     def _let_in(self, submit: Submit) -> None:
         """D1"""
@@ -129,31 +161,48 @@ class PlacementWatch:
             case _:
                 pass
 
-    def _viewed(self, view: MembershipView) -> None:
+    def _viewed(self, view: MembershipView, now: float) -> None:
         listed = frozenset(member.stamp for member in view.members)
         gone = self._listed - listed
         self._version, self._listed = view.version, listed
         for key, one in self._open.items():
             lost = one.gateway in gone or one.gateway.worker in view.silent
             assert not lost, f"{self._name} goes on with {key} of {one.gateway}, which is gone or silent"
+        for key, over in [*self._unheard.items()]:
+            if over.gateway in gone:
+                self._acknowledged(key, over.gateway, now)
+
+    def look(self, now: float) -> None:
+        """Now and then: what was due when it was last looked is done by now."""
+        before_s = self._looked_s - self._transfer.resend_after_s
+        for key, over in self._unheard.items():
+            assert over.said_s > before_s, f"{self._name} does not repeat its last word of {key}"
+        self._looked_s = now
 
     def timer(self, effects: Iterable[object], now: float) -> None:
-        self.says(effects)
+        self.says(effects, now)
         if now >= self._look_at_s:
             for key, one in self._open.items():
                 assert one.deadline_s > now, f"{self._name} has forgotten the deadline of {key}"
             self._look_at_s = min((one.deadline_s for one in self._open.values()), default=math.inf)
 
-    def says(self, effects: Iterable[object]) -> None:
+    def counts(self, load: Load) -> None:
+        """D4"""
+        told = load.queued + load.running
+        assert told >= len(self._open), f"{self._name} counts {told} requests, and has {len(self._open)}"
+
+    def says(self, effects: Iterable[object], now: float) -> None:
         for effect in effects:
             if isinstance(effect, SendTo) and isinstance(effect.body, Output):
-                self._said(effect.body)
+                self._said(effect.body, now)
 
-    def _said(self, output: Output) -> None:
+    def _said(self, output: Output, now: float) -> None:
         """D3"""
         key = _key_of(output)
         placement = self._open.get(key)
         if placement is None:
+            if (over := self._unheard.get(key)) is not None:
+                over.said_s = now
             return
         end = output.first_index + len(output.tokens) // 4
         assert output.first_index <= placement.said, f"{self._name} leaves a gap in {key}: {output}"
@@ -164,9 +213,16 @@ class PlacementWatch:
                 self.answered.add(placement.session_id)
             elif placement.session_id and not self._keeps(placement.session_id):
                 self.answered.discard(placement.session_id)  # the turn had what was kept, and nobody has it now
-            self._over[key] = None
-            if len(self._over) > MOST_OVER:
-                del self._over[next(iter(self._over))]
+            over = self._unheard[key] = _Over(placement.gateway, now)
+            self._remember(key, over)
+            if len(self._unheard) > self._config.max_queued_requests:
+                oldest = next(iter(self._unheard))
+                self._acknowledged(oldest, self._unheard[oldest].gateway, now)  # it is not said again
+
+    def _remember(self, key: PlacementKey, over: _Over) -> None:
+        self._over[key] = over
+        if len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
 
 
 def _key_of(body: Output | Submitted) -> PlacementKey:

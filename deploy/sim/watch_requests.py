@@ -9,10 +9,12 @@ anew; and in the end each has its answer. So what a gateway says is compared wit
       whose KV he has.
 - R3  A turn says how many were answered before it, and goes first to who ended the last one, if he is there.
 - R4  A request ends by its deadline.
+- R5  A session is there for as long as it may be after its last turn has ended.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,13 +45,15 @@ class _Asked:
 class _Session:
     turns: int = 0
     epoch: int = 0  # of who ended the last one
+    used_s: float = -math.inf
 
 
 class RequestWatch:
     """Of one gateway."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, session_ttl_s: float) -> None:
         self._name = name
+        self._session_ttl_s = session_ttl_s
         self._asked: dict[RequestId, _Asked] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._listed: frozenset[int] = frozenset()
@@ -59,6 +63,9 @@ class RequestWatch:
     def asked(self, request_id: RequestId, session_id: SessionId, deadline_s: float) -> None:
         """By a client, before what comes of it."""
         self._asked[request_id] = _Asked(deadline_s, session_id)
+
+    def opened(self, session_id: SessionId, now: float) -> None:
+        self._session(session_id).used_s = now
 
     def told(self, view: MembershipView) -> None:
         """Before what comes of it."""
@@ -79,7 +86,7 @@ class RequestWatch:
                 if body.failure is not None and body.failure.code in _REFUSALS:
                     asked.refused_by |= {epoch}
 
-    def says(self, effects: Sequence[object]) -> None:
+    def says(self, effects: Sequence[object], now: float) -> None:
         """All that came of one event."""
         for effect in effects:
             if isinstance(effect, SendTo) and isinstance(effect.body, CancelRequest):
@@ -92,9 +99,20 @@ class RequestWatch:
                 self._submits(effect.body, effect.epoch)
             elif isinstance(effect, RequestEnded) and (ended := self._asked.pop(effect.request_id, None)) is not None:
                 self._must_be_told(effect.request_id, ended)
+                if ended.session_id:
+                    self._used(effect, self._session(ended.session_id), now)
                 if ended.session_id and ended.answered and effect.finish_reason:
                     session = self._session(ended.session_id)
                     session.turns, session.epoch = session.turns + 1, ended.epoch
+
+    def _used(self, ended: RequestEnded, session: _Session, now: float) -> None:
+        """R5"""
+        idle_s = now - session.used_s
+        if ended.failure is not None and ended.failure.code is ErrorCode.SESSION_NOT_FOUND:
+            gone = idle_s >= self._session_ttl_s
+            assert gone, f"{self._name} has no session for {ended.request_id}, last used {idle_s:.3f} s ago"
+        else:
+            session.used_s = now
 
     def _session(self, session_id: SessionId) -> _Session:
         return self._sessions.setdefault(session_id, _Session())

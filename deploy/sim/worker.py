@@ -34,12 +34,19 @@ from baton.common.messages import Frame, HandoffBody, KvEvents, Load
 from baton.decode.core import DecodeCore
 from baton.deploy.sim.data_plane import SimDataPlane
 from baton.deploy.sim.lanes import DIRECT_LANE, PULL_LANE, STAGED_LANE
-from baton.deploy.sim.oracles import AdmissionOracle, SessionOracle, assert_no_prompt_waits_in_vain, assert_step_fits
+from baton.deploy.sim.oracles import (
+    AdmissionOracle,
+    SessionOracle,
+    assert_no_prompt_waits_in_vain,
+    assert_step_fits,
+    assert_step_keeps_its_pages,
+)
 from baton.deploy.sim.process import MemberProcess, Wakeup
 from baton.deploy.sim.tier import SimTier, page_keys_of
 from baton.deploy.sim.watch import HandoffWatch
 from baton.deploy.sim.watch_members import ViewWatch
 from baton.deploy.sim.watch_placements import PlacementWatch
+from baton.deploy.sim.watch_prompts import PromptWatch
 from baton.prefill.core import PrefillCore
 from baton.prefill.pipelining import LayerGroups
 from baton.transfer.api import OpenSink, SinkCommand, SourceCommand, return_key
@@ -126,7 +133,12 @@ class WorkerProcess(MemberProcess):
         self._io_timer = Wakeup(self, self._io_due, "io timer")
         self._to_io_s = self._to_engine_s = 0.0
         self._view = ViewWatch(self.name)
-        self._placements = PlacementWatch(self.name, self.core, decode) if isinstance(self.core, DecodeCore) else None
+        self._placements: PlacementWatch | None = None
+        self._prompts: PromptWatch | None = None
+        if isinstance(self.core, DecodeCore):
+            self._placements = PlacementWatch(self.name, self.core, decode, settings.transfer)
+        elif isinstance(self.core, PrefillCore):
+            self._prompts = PromptWatch(self.name, self.core, settings.prefill_config)
         self.owners: dict[HandoffKey, str] = {}  # request of each sink, for the oracle
         self._asked: dict[int, tuple[int, ...]] = {}  # by hand-off: the epochs of whom it was asked of
 
@@ -160,6 +172,8 @@ class WorkerProcess(MemberProcess):
 
     def load(self) -> Load:
         load = self.core.load()
+        if self._placements is not None:
+            self._placements.counts(load)
         return load if self._computing is None else structs.replace(load, step_age_s=self.now - self._step_began_s)
 
     def hang(self) -> None:
@@ -184,6 +198,7 @@ class WorkerProcess(MemberProcess):
         elif self._settings.overlapping:
             self._take_events(self.now)
             self._checker.check(self.core.records())
+            assert_step_keeps_its_pages(self._computing, self.pool)
 
     def _turn(self) -> None:
         """Events, due timers, then at most one step; nothing at all while a step is running."""
@@ -206,17 +221,20 @@ class WorkerProcess(MemberProcess):
 
     def _take_events(self, now: float) -> None:
         """And due timers."""
-        core, placements = self.core, self._placements
+        core, placements, prompts = self.core, self._placements, self._prompts
         while self._inbox:
             event = self._inbox.popleft()
             if isinstance(event, MembershipView):
                 self._view.told(event)
-            if placements is None:
-                effects = core.handle(event, now)
-            else:
+            if placements is not None:
                 placements.before(event)
                 effects = core.handle(event, now)
                 placements.after(event, effects, now)
+            else:
+                assert prompts is not None
+                prompts.before(event)
+                effects = core.handle(event, now)
+                prompts.after(event, effects, self._computing is not None)
             self._post(effects)
             self._look_who_waits()
         due_s = core.next_deadline()
@@ -224,6 +242,8 @@ class WorkerProcess(MemberProcess):
             effects = core.on_timer(now)
             if placements is not None:
                 placements.timer(effects, now)
+            elif prompts is not None:
+                prompts.says(effects)
             self._post(effects)
             self._look_who_waits()
 
@@ -234,6 +254,8 @@ class WorkerProcess(MemberProcess):
             self._admissions.look(core, records)
         elif isinstance(core, PrefillCore):
             assert_no_prompt_waits_in_vain(self.pool, core, records)
+            if self._prompts is not None and self._computing is None:
+                self._prompts.look()
 
     def _layers_over(self) -> None:
         """The step has come so far: these layers are in the pages, the others are not."""
@@ -249,9 +271,14 @@ class WorkerProcess(MemberProcess):
         result = self.runner.collect(run_out(self._stages or self.runner.stages(self._computing)))
         self._computing = self._stages = None
         self.world.probe("step_over", (self, self._step_began_s))
+        if self._prompts is not None:
+            self._prompts.before_filling()
         effects = self.core.on_step(result, self.now)
         if self._placements is not None:
-            self._placements.says(effects)
+            self._placements.says(effects, self.now)
+        elif self._prompts is not None:
+            self._prompts.filled()
+            self._prompts.says(effects)
         self._post(effects)
         self._look_who_waits()
         self._turn()
@@ -292,6 +319,7 @@ class WorkerProcess(MemberProcess):
             return
         if isinstance(self.core, DecodeCore) and self._placements is not None:
             self._sessions.look(self.core, self._placements.answered, self.now)
+            self._placements.look(self.now)
         elif self._computing is None and self.core.load().draining:
             kept = [one.owner_id for one in self.core.holdings() if one.owner_class is OwnerClass.REQUEST]
             assert not kept, f"{self.name} drains, and keeps {kept} for a receiver that may come"

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.common.ids import NO_SESSION, RequestId, SessionId
-from baton.common.messages import SamplingParams
-from baton.deploy.admission_queue import Tenant
+from baton.common.messages import Grammar, SamplingParams
 from baton.deploy.sim.clients import ClientRequest
 
 if TYPE_CHECKING:
@@ -26,8 +25,17 @@ if TYPE_CHECKING:
 
 VOCABULARY = 258
 OWNER = "somebody"
+END = VOCABULARY - 1
+GRAMMARS = (
+    Grammar(kind="regex", text="([a-c]{4}-){6}[xyz]"),
+    Grammar(kind="choice", text='["yes", "no", "perhaps another time"]'),
+    Grammar(kind="json_schema", text='{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'),
+)
 GOES_BACK = 0.2
 """So many turns leave their conversation far behind its end."""
+EDITED = 0.25
+EDITED_PAGES = 2
+"""So many leave it near its end, by about so many pages at most."""
 
 
 def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> list[str]:
@@ -35,15 +43,16 @@ def plan_workload(world: World, first_s: float, left_out: Collection[str]) -> li
     settings, rng = world.settings, world.rng
     families = [[rng.randrange(VOCABULARY) for _ in range(settings.max_prompt)] for _ in range(2)]
     names: list[str] = []
-    again, keys, scores = (Random(world.seed ^ salt) for salt in (0xA6A1, 0x4E7, 0x5C0E))
-    tenants = [Tenant(name=f"key{number}", weight=weight) for number, weight in enumerate(settings.weights)]
+    again, keys, scores, grammars = (Random(world.seed ^ salt) for salt in (0xA6A1, 0x4E7, 0x5C0E, 0x96A))
     asked: list[tuple[npt.NDArray[np.int32], float]] = []
     for number in range(settings.requests):
         request = random_request(number, rng, settings, families)
         if scores.random() < settings.scored:
             top = scores.choice((0, 2))
             request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=top)
-        request.tenant = keys.choice(tenants)
+        request.tenant = keys.choice(settings.keys)
+        if grammars.random() < settings.guided:
+            request.sampling = guided(request.sampling, grammars)
         gateway, at_s = rng.randrange(settings.gateways), first_s + rng.random() * settings.arrival_s
         if asked and again.random() < settings.repeats:
             request.prompt, before_s = again.choice(asked)
@@ -89,10 +98,15 @@ def random_sampling(rng: Random, settings: WorldSettings) -> SamplingParams:
     )
 
 
+def guided(sampling: SamplingParams, rng: Random) -> SamplingParams:
+    """The same, with an answer that follows a grammar. It can only end where that says so."""
+    return msgspec.structs.replace(sampling, grammar=rng.choice(GRAMMARS), stop_token_ids=(END,))
+
+
 class Conversation:
-    """Each turn's prompt is the one before, its answer, and a few tokens more: now and then not all of the answer, as
-    when somebody edits it, or the turn begins anew further back. It ends with a turn that has no answer. Half of them
-    are sessions."""
+    """Each turn's prompt is the one before, its answer, and a few tokens more: now and then without the last ones, as
+    when somebody edits the answer, or the turn begins anew further back. It ends with a turn that has no answer. Half
+    of them are sessions."""
 
     def __init__(self, world: World, number: int, opening: list[int]) -> None:
         rng, settings = world.rng, world.settings
@@ -107,11 +121,13 @@ class Conversation:
         self._asked = [self._draw_turn(rng, settings) for _ in range(self.turns_left)]
         again = Random(f"{world.seed} {self.name}")
         self._goes_back = [again.random() if again.random() < GOES_BACK else 1.0 for _ in range(self.turns_left)]
+        most = EDITED_PAGES * settings.page_size + 1
+        self._edited = [again.choice((1, again.randint(1, most))) for _ in range(self.turns_left)]
 
     def _draw_turn(self, rng: Random, settings: WorldSettings) -> tuple[list[int], SamplingParams, float, bool]:
         """What is added to what was said, how it is answered, the pause before, and whether the answer was changed."""
         added = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
-        return added, random_sampling(rng, settings), rng.choice((0.0, 0.05, 1.0)), rng.random() < 0.1
+        return added, random_sampling(rng, settings), rng.choice((0.0, 0.05, 1.0)), rng.random() < EDITED
 
     def begin(self) -> None:
         self._ask(begins=True)
@@ -119,7 +135,7 @@ class Conversation:
     def _ask(self, *, begins: bool = False) -> None:
         turn = len(self._asked) - self.turns_left
         added, sampling, _, changed = self._asked[turn]
-        said = self._said[:-1] if changed and len(self._said) > 1 else self._said
+        said = self._said[: -self._edited[turn]] if changed else self._said
         said = said[: max(1, round(len(said) * self._goes_back[turn]))]
         prompt: npt.NDArray[np.int32] = np.concatenate((said, np.array(added, dtype=np.int32)))
         if len(prompt) + 1 >= self._world.settings.max_context_len:

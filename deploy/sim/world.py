@@ -91,7 +91,9 @@ class World:
         self.tier_store = SharedStore(settings.tier_pages)  # survives every worker
         self.stored_pages = StoredPages(page_keys_of(settings))
         self.gateway_config = GatewayConfig(
-            max_inflight_requests=settings.max_inflight_requests, dispatch_ahead_requests=settings.dispatch_ahead
+            max_inflight_requests=settings.max_inflight_requests,
+            dispatch_ahead_requests=settings.dispatch_ahead,
+            session_ttl_s=settings.session_ttl_s,
         )
         self.faulty = settings.links.loss > 0
         self._prompt = is_prompt(settings)
@@ -376,6 +378,7 @@ class World:
         process.admission.asked(request)
         process.requests.asked(request.request_id, session_id, now + self.settings.request_timeout_s)
         if request.begins_session:
+            process.requests.opened(session_id, now)
             refused = core.open_session(session_id, OWNER, now)
             assert refused is None, refused
         effects = core.submit(

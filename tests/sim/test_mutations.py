@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.common.config import MAX_PRIORITY
 from baton.common.errors import ErrorCode
 from baton.common.kv.events import PageLog
 from baton.common.kv.pool import KvPool
@@ -44,7 +45,8 @@ from baton.decode.storing import Stores
 from baton.decode.waiting import WaitingRequests
 from baton.deploy import controller_core, fitting, seat_book
 from baton.deploy.admission import Admission as GatewayAdmission
-from baton.deploy.admission_queue import FairQueue
+from baton.deploy.admission_limits import RateLimits
+from baton.deploy.admission_queue import FairQueue, Tenant
 from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import Killing, KillWorker, Vacant
 from baton.deploy.gateway_core import GatewayCore
@@ -61,7 +63,7 @@ from baton.deploy.sim.scenarios import SCENARIOS, run_scenario
 from baton.deploy.sim.world import run_seed
 from baton.prefill.core import PrefillCore
 from baton.prefill.grace import KeptRequests
-from baton.prefill.request import SourceRequest
+from baton.prefill.request import Ended, SourceRequest
 from baton.prefill.returning import Returns as PrefillReturns
 from baton.prefill.shipping import Shipping
 from baton.transfer.api import SourceAborted, SourceStopping
@@ -1043,6 +1045,138 @@ def ask_to_leave_before_looking(patch):
     patch.setattr(ControllerCore, "_go_on_with_changes", lambda self, now: [])
 
 
+def go_back_a_page_too_far(patch):
+    """A turn goes on where a page of its window is gone."""
+    is_live = SlidingWindow.is_live
+    patch.setattr(
+        SlidingWindow, "is_live", lambda self, record, length: is_live(self, record, length + self._page_size)
+    )
+
+
+def go_back_by_a_token(patch):
+    """A recurrent state counts as that of one token less, too."""
+    can_go_back = KvPool.can_go_back
+
+    def mutated(self, record, length):
+        return can_go_back(self, record, length) or length == record.kv_committed_len - 1
+
+    patch.setattr(KvPool, "can_go_back", mutated)
+
+
+def count_what_the_receiver_has(patch):
+    """A prefill worker says that the receiver's own tokens were in its cache."""
+    ship = Shipping.ship
+
+    def mutated(self, request):
+        request.cached_tokens += request.offer.start
+        ship(self, request)
+        request.cached_tokens -= request.offer.start
+
+    patch.setattr(Shipping, "ship", mutated)
+
+
+def let_one_too_many_prompts_wait(patch):
+    """The bound of those who wait at a prefill worker is one too high."""
+    init = PrefillCore.__init__
+
+    def mutated(self, pool, config, *rest, **named):
+        most = config.max_queued_requests + 1
+        init(self, pool, dataclasses.replace(config, max_queued_requests=most), *rest, **named)
+
+    patch.setattr(PrefillCore, "__init__", mutated)
+
+
+def keep_while_others_wait(patch):
+    """What is kept for receivers that may come gives way to nobody."""
+    admit = PrefillCore._admit
+
+    def mutated(self, now):
+        with patch.context() as inner:
+            inner.setattr(KeptRequests, "take_oldest", lambda self: None)
+            admit(self, now)
+
+    patch.setattr(PrefillCore, "_admit", mutated)
+
+
+def free_while_a_step_writes(patch):
+    """A prefill worker gives back the pages of a hand-off that has ended, though a step is computing it."""
+
+    def mutated(self, request):
+        request.state = Ended()
+        if not self._returns.holds(request):
+            self._give_back(request)
+
+    patch.setattr(PrefillCore, "_end", mutated)
+
+
+def count_no_hand_offs(patch):
+    """A decode worker says nothing of those whose KV is on its way."""
+    load = DecodeCore.load
+
+    def mutated(self):
+        steps = self._parts.steps
+        return msgspec.structs.replace(load(self), running=len(steps.running) + len(steps.prefilling))
+
+    patch.setattr(DecodeCore, "load", mutated)
+
+
+def remember_no_more_than_before(patch):
+    """A decode worker that remembers as many ended placements as it may remembers no other one."""
+    bury = Outbox.bury
+
+    def mutated(self, gateway, key, now):
+        if len(self._tombstones) < self._max_tombstones:
+            bury(self, gateway, key, now)
+
+    patch.setattr(Outbox, "bury", mutated)
+
+
+def end_sessions_in_use(patch):
+    """A session whose turn is being answered counts as one that nobody uses."""
+
+    def mutated(self, now):
+        late = [one for one in self._sessions.values() if one.used_s + self._ttl_s <= now]
+        return [self._sessions.pop(one.session_id) for one in late]
+
+    patch.setattr(SessionBook, "pop_expired", mutated)
+
+
+def be_as_urgent_as_one_likes(patch):
+    """A gateway does not look how urgent a key may be."""
+    submit = GatewayCore.submit
+
+    def unbounded(one):
+        return dataclasses.replace(one, top_priority=-MAX_PRIORITY) if isinstance(one, Tenant) else one
+
+    def mutated(self, *args):
+        return submit(self, *map(unbounded, args))
+
+    patch.setattr(GatewayCore, "submit", mutated)
+
+
+def ask_without_a_limit(patch):
+    """A gateway does not look how often a key may ask."""
+    patch.setattr(RateLimits, "wait_s", lambda self, tenant, now: (0.0, ""))
+
+
+def limit_prompts_alone(patch):
+    """Answers do not count towards the tokens of a key."""
+    patch.setattr(RateLimits, "said", lambda self, tenant, tokens, now: None)
+
+
+def guide_no_answer_that_goes_on(patch):
+    """An answer that goes on at another worker does not follow its grammar there."""
+    on_submit = DecodeCore._on_submit
+
+    def mutated(self, sender, message, now):
+        if message.outputs:
+            sampling = msgspec.structs.replace(message.sampling, grammar=None)
+            message = msgspec.structs.replace(message, sampling=sampling)
+        on_submit(self, sender, message, now)
+
+    patch.setattr(DecodeCore, "_on_submit", mutated)
+
+
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     free_on_abort_without_fence,
     acknowledge_before_scatter,
@@ -1140,6 +1274,19 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     let_the_last_one_go,
     let_several_leave_at_once,
     ask_to_leave_before_looking,
+    go_back_a_page_too_far,
+    go_back_by_a_token,
+    count_what_the_receiver_has,
+    let_one_too_many_prompts_wait,
+    keep_while_others_wait,
+    free_while_a_step_writes,
+    count_no_hand_offs,
+    remember_no_more_than_before,
+    end_sessions_in_use,
+    be_as_urgent_as_one_likes,
+    ask_without_a_limit,
+    limit_prompts_alone,
+    guide_no_answer_that_goes_on,
 ]
 
 
