@@ -95,11 +95,11 @@ class Clients:
 
     def placed(self, gateway: Stamp, epoch: int, message: Submit, layout: str) -> None:
         """A gateway submits it to a process: each placement to one, with all that its client has by then, and what has
-        begun to one that is like who began it. A process that is gone by now takes nothing."""
+        begun to one that is like who began it, where that is known: one that is gone by now tells nothing."""
         request = self.requests[message.request_id]
         known = unpack_tokens(message.outputs).tolist()
         assert known == request.tokens, f"{request.request_id} is to go on behind {known}, not {request.tokens}"
-        alike = not known or layout in (request.begun_with, "")
+        alike = not known or layout == request.begun_with or "" in (layout, request.begun_with)
         assert alike, f"{request.request_id}, begun with {request.begun_with}, goes on with {layout}"
         whom = request.placements.setdefault((gateway, message.placement), epoch)
         assert whom == epoch, f"placement {message.placement} of {request.request_id} is in two hands"
