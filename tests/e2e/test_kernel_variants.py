@@ -1,5 +1,5 @@
-"""Kernels compiled for other processors than this one say what its own say: without matrix units, without AVX-512, and
-with matrix units, which are emulated; and in each, how pages are laid out changes no bit."""
+"""Kernels compiled for other processors than this one say what its own say: without matrix units, without AVX-512,
+without AVX2, and with matrix units, which are emulated; and in each, how pages are laid out changes no bit."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ TILES = "emulated matrix units"
 VARIANTS = {
     "no matrix units": ("-mno-amx-tile", "-mno-amx-bf16"),
     "AVX2": ("-march=haswell", "-Wno-psabi"),
+    "short registers": ("-march=x86-64", "-Wno-psabi"),
     TILES: (
         "-march=haswell",
         "-Wno-psabi",

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from attention_rig import make_plan, shuffled_pages
 
 from baton.common.engine.backends import choose_backends
-from baton.common.engine.kernels import CompiledPagedAttention, Kernels, load_kernels
+from baton.common.engine.kernels import CompiledPagedAttention, Kernels
 from baton.common.engine.paged_attention import AttentionParams, TorchPagedAttention, reorder_keys
 from baton.common.errors import ConfigError
 from baton.common.kv.page_layout import PageLayout
 from baton.common.memory import system_memory
-from baton.common.native import BuildError
 
-ROWS = ((1, 1), (1, 17), (5, 5), (3, 70), (65, 130), (1, 600), (2, 1100), (130, 131), (1, 64))  # (queries, KV length)
+# (queries, KV length)
+ROWS = ((1, 1), (1, 17), (5, 5), (3, 70), (65, 130), (1, 600), (2, 1100), (130, 131), (1, 64), (1, 700))
 PLAIN = TorchPagedAttention()
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +111,39 @@ def test_a_row_has_the_same_bits_whatever_it_is_computed_with(
         plan = make_plan(((stop - start, stop),), page_size, iter(range(1, 400)))
         part = compiled.attend(query[start:stop], key[start:stop], value[start:stop], pool, 0, plan, params)
         assert torch.equal(part, whole[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "page_size"), [("compiled", 24), ("panels", 16), ("panels", 1024)])
+@pytest.mark.parametrize(("group", "window"), [(3, 0), (1, 0), (8, 700)])
+def test_rows_over_the_same_pages_have_the_bits_of_rows_over_their_own(
+    backend: str, page_size: int, group: int, window: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """Decode rows that share a prompt, more of them than one item holds, some only its beginning, beside a chunk that
+    shares it too and rows that share nothing."""
+    torch.manual_seed(11)
+    backend_here = request.getfixturevalue(backend)
+    prompt = 2100
+    shared = [(prompt, prompt + 1 + row % 70) for row in range(150)]
+    rows = [(600, 601), *shared, (0, 1600), (0, 512), (1024, 1025), (0, 40), (1024, 1700)]
+    queries = [1] * (len(rows) - 1) + [30]
+    plan = make_plan(tuple((q, kv) for q, (_, kv) in zip(queries, rows, strict=True)), page_size, _counted())
+    page_ids, donor = plan.page_ids.clone(), int(plan.page_offsets[1])
+    held = int(plan.page_ids.max()) + 1
+    pool = torch.randn(held, 1, 2, 2, page_size, 32).to(dtype)
+    for (same, _), start in zip(rows, plan.page_offsets.tolist(), strict=False):
+        pages = same // page_size
+        page_ids[start : start + pages] = page_ids[donor : donor + pages]
+        pool[plan.page_ids[start : start + pages]] = pool[plan.page_ids[donor : donor + pages]]
+    query, key, value = (torch.randn(sum(queries), heads, 32).to(dtype) for heads in (2 * group, 2, 2))
+    params = AttentionParams(0.2, window)
+    apart = backend_here.attend(query, key, value, pool.clone(), 0, plan, params)
+    together = dataclasses.replace(plan, page_ids=page_ids)
+    assert torch.equal(backend_here.attend(query, key, value, pool.clone(), 0, together, params), apart)
+
+
+def _counted() -> Iterator[int]:
+    return itertools.count(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ from test_paged_attention import ROWS, make_plan, shuffled_pages
 
 from baton.common.compat import group_of
 from baton.common.engine.batch import KvMemory
-from baton.common.engine.kernels import CompiledPagedAttention, load_kernels
+from baton.common.engine.kernels import CompiledPagedAttention, Kernels
 from baton.common.engine.paged_attention import AttentionParams, TorchPagedAttention
 from baton.common.errors import ConfigError
 from baton.common.ids import Epoch, Stamp, WorkerId
@@ -18,7 +18,6 @@ from baton.common.kv.quantised_pages import FORMS, QuantisedForm, pool_width
 from baton.common.kv.torch_buffer import TorchKvBuffer
 from baton.common.messages import PROTOCOL_VERSION, Hello, Member
 from baton.common.model.loading import Dtype
-from baton.common.native import BuildError
 from baton.common.resolve import Layer, resolve
 from baton.deploy.fitting import misfit
 from baton.deploy.tokenizer import FakeModelInfo
@@ -29,11 +28,8 @@ MODEL_DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def compiled(request: pytest.FixtureRequest) -> CompiledPagedAttention:
-    try:
-        return CompiledPagedAttention(load_kernels(), request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
+def compiled(request: pytest.FixtureRequest, kernels: Kernels) -> CompiledPagedAttention:
+    return CompiledPagedAttention(kernels, request.param)
 
 
 def noise_pool(pages: int, layers: int, kv_heads: int, page_size: int, dim: int) -> torch.Tensor:

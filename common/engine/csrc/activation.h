@@ -5,13 +5,15 @@
 
 namespace baton {
 
-inline f32x16 silu16(f32x16 x) {
-    const f32x16 e = exp16(x < 0.0f ? x : -x);  // of -|x|: never overflows
-    return x * (x < 0.0f ? e : splat16(1.0f)) / (1.0f + e);
+inline Lanes silu_of(Lanes x) {
+    const Lanes e = exp_of(x < 0.0f ? x : -x);  // of -|x|: never overflows
+    return x * (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
 }
 
+inline f32x16 silu16(const f32x16& x) { return each(x, silu_of); }
+
 // GELU in its approximation by a hyperbolic tangent.
-inline f32x16 gelu16(f32x16 x) {
+inline f32x16 gelu16(const f32x16& x) {
     const f32x16 inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return 0.5f * x * (1.0f + tanh16(inner));
 }

@@ -3,7 +3,7 @@
 // Decode and prefill take the same path: scores against panels of keys (pages.h) and weighted values are small products
 // over the (query, head of the group) pairs. What is computed for a query depends on its own row alone: blocks and spans
 // lie at absolute positions, so neither the other rows, nor the chunk a query came in, nor the number of threads, nor how
-// a page is laid out changes a bit of its result.
+// a page is laid out changes a bit of its result. Rows that decode over the same pages (a common prompt) read those once.
 //
 // Keys before the window of an item's first query may lie in dead pages (page id 0). Their scores are overwritten and
 // their values take no part in a sum: whatever lies there, a NaN even, changes nothing.
@@ -65,12 +65,16 @@ struct AttendArgs {
 
 // One unit of work: queries [q_begin, q_end) of a row (positions in the sequence), one kv head, and keys [key_begin,
 // key_end) from a block boundary on. `partial` is where the result of one span goes, -1 when it is the whole.
+//
+// With `sharers` >= 0 the keys are a span that many rows see all of, in the same pages: the queries are those of the
+// plan's sharers from there on, one each, and stand for positions behind the span.
 struct Item {
     int32_t row;
     int32_t kv_head;
     int64_t q_begin, q_end;
     int64_t key_begin, key_end;
     int64_t partial;
+    int64_t sharers = -1;
 };
 
 // exp(score - maximum) in place; returns the sum. `padded` is a multiple of 16.
@@ -104,40 +108,91 @@ struct AttentionPlan {
         int64_t first, count;  // partial results
     };
 
+    struct Sharer {
+        int32_t row;
+        int64_t partial;
+    };
+
     explicit AttentionPlan(const AttendArgs& args) : group(args.q_heads / args.kv_heads) {
         const int64_t block = std::max<int64_t>(1, kQueryRows / group);
+        std::vector<Whole> whole;
         for (int32_t row = 0; row < args.num_rows; ++row) {
             const int64_t end = args.kv_lens[row], begin = end - (args.q_offsets[row + 1] - args.q_offsets[row]);
             work += (end - begin) * (end - args.first_visible(begin)) * args.q_heads * args.head_dim;
             if (end - begin > args.max_queries) continue;
-            for (int32_t head = 0; head < args.kv_heads; ++head) {
-                if (end - begin == 1) {
-                    plan_spans(args, row, head, end);
-                    continue;
-                }
+            if (end - begin == 1) {
+                plan_spans(args, row, end, whole);
+                continue;
+            }
+            for (int32_t head = 0; head < args.kv_heads; ++head)
                 for (int64_t q_end = end; q_end > begin; q_end -= block) {  // from the end: the costly ones come first
                     const int64_t q_begin = std::max(begin, q_end - block);
                     items.push_back({row, head, q_begin, q_end, first_block(args, q_begin), q_end, -1});
                 }
-            }
         }
+        share_spans(args, whole, block);
     }
 
     int64_t partial_floats(int64_t head_dim) const { return num_partials * group * (head_dim + 2); }
 
     std::vector<Item> items;
     std::vector<Merge> merges;
+    std::vector<Sharer> sharers;
     int64_t num_partials = 0, work = 0;
     const int64_t group;
 
   private:
+    // A span that a decode row sees all of. The results of its heads lie `stride` apart.
+    struct Whole {
+        int64_t span;
+        int32_t row;
+        int64_t partial, stride;
+        const int32_t *pages, *pages_end;
+
+        bool same_keys(const Whole& other) const {
+            return span == other.span && std::equal(pages, pages_end, other.pages, other.pages_end);
+        }
+
+        bool operator<(const Whole& other) const {
+            if (span != other.span) return span < other.span;
+            const auto [mine, theirs] = std::mismatch(pages, pages_end, other.pages);
+            return mine == pages_end ? row < other.row : *mine < *theirs;
+        }
+    };
+
     // A row of one query has too little work for the threads unless its spans of keys are shared out.
-    void plan_spans(const AttendArgs& args, int32_t row, int32_t head, int64_t end) {
+    void plan_spans(const AttendArgs& args, int32_t row, int64_t end, std::vector<Whole>& whole) {
         const int64_t begin = first_block(args, end - 1), first = begin / kSpan, last = (end - 1) / kSpan;
-        if (first < last) merges.push_back({row, head, num_partials, last - first + 1});
-        for (int64_t span = first; span <= last; ++span)
-            items.push_back({row, head, end - 1, end, std::max(begin, span * kSpan), std::min(end, (span + 1) * kSpan),
-                             first < last ? num_partials++ : -1});
+        const int64_t count = last - first + 1, partial = num_partials;
+        if (count > 1) num_partials += count * args.kv_heads;
+        for (int32_t head = 0; head < args.kv_heads && count > 1; ++head)
+            merges.push_back({row, head, partial + head * count, count});
+        const int32_t* pages = args.page_ids + args.page_offsets[row];
+        for (int64_t span = first; span <= last; ++span) {
+            const int64_t key_begin = std::max(begin, span * kSpan), key_end = std::min(end, (span + 1) * kSpan);
+            if (span < last && !args.window) {
+                whole.push_back({span, row, partial + span - first, count, pages + key_begin / args.page_size,
+                                 pages + (key_end - 1) / args.page_size + 1});
+                continue;
+            }
+            for (int32_t head = 0; head < args.kv_heads; ++head)
+                items.push_back({row, head, end - 1, end, key_begin, key_end,
+                                 count > 1 ? partial + head * count + span - first : -1});
+        }
+    }
+
+    // Items of at most `most` rows each.
+    void share_spans(const AttendArgs& args, std::vector<Whole>& whole, int64_t most) {
+        std::sort(whole.begin(), whole.end());
+        for (auto first = whole.begin(), end = first; first != whole.end(); first = end) {
+            while (end != whole.end() && end - first < most && end->same_keys(*first)) ++end;
+            const int64_t key_begin = first->span * kSpan, key_end = key_begin + kSpan;
+            for (int32_t head = 0; head < args.kv_heads; ++head) {
+                items.push_back({first->row, head, key_end, key_end + (end - first), key_begin, key_end, -1,
+                                 static_cast<int64_t>(sharers.size())});
+                for (auto one = first; one != end; ++one) sharers.push_back({one->row, one->partial + head * one->stride});
+            }
+        }
     }
 
     static int64_t first_block(const AttendArgs& args, int64_t position) {
@@ -159,8 +214,9 @@ template <class T>
 class Attention {
   public:
     // `partials`: memory for what the plan's partial results take.
-    Attention(const AttendArgs& args, float* partials)
+    Attention(const AttendArgs& args, const AttentionPlan& plan, float* partials)
         : a_(args),
+          plan_(plan),
           group_(args.q_heads / args.kv_heads),
           dim_(args.head_dim),
           pages_(args.pages<T>()),
@@ -194,13 +250,13 @@ class Attention {
             key = stop;
         }
         for (int64_t r = 0; r < rows; ++r) {
-            const int64_t g = r % group_;
-            if (item.partial < 0) {
+            const int64_t g = r % group_, at = partial_of(item, r / group_);
+            if (at < 0) {
                 finish(item.row, item.q_begin + r / group_, item.kv_head * group_ + g, work.stats + 2 * r,
                        work.values + r * dim_);
                 continue;
             }
-            float* partial = partials_ + (item.partial * group_ + g) * (dim_ + 2);
+            float* partial = partials_ + (at * group_ + g) * (dim_ + 2);
             std::copy_n(work.span_stats + 2 * r, 2, partial);
             std::copy_n(work.span_values + r * dim_, dim_, partial + 2);
         }
@@ -253,10 +309,20 @@ class Attention {
         return a_.q_offsets[row + 1] - a_.kv_lens[row] + position;
     }
 
+    int64_t token_of(const Item& item, int64_t q) const {
+        if (item.sharers < 0) return token_at(item.row, q);
+        return a_.q_offsets[plan_.sharers[item.sharers + q - item.q_begin].row];
+    }
+
+    // Where the result for an item's query goes, -1 when it is the whole.
+    int64_t partial_of(const Item& item, int64_t number) const {
+        return item.sharers < 0 ? item.partial : plan_.sharers[item.sharers + number].partial;
+    }
+
     // The item's queries, head by head: scaled, as floats; for matrix units as they are, up to a whole tile of rows.
     void load_queries(const Item& item, const Work& work) const {
         for (int64_t q = item.q_begin; q < item.q_end; ++q) {
-            const T* from = static_cast<const T*>(a_.query) + token_at(item.row, q) * a_.query_token;
+            const T* from = static_cast<const T*>(a_.query) + token_of(item, q) * a_.query_token;
             for (int64_t g = 0; g < group_; ++g) {
                 const T* head = from + (item.kv_head * group_ + g) * a_.query_head;
                 const int64_t at = ((q - item.q_begin) * group_ + g) * dim_;
@@ -348,32 +414,82 @@ class Attention {
             const float** panels = at_least(pointers_of_thread<float>(), 2 * kKeyBlock), **values = panels + kKeyBlock;
             for (int64_t j = 0; j < count; j += kPanelTokens) panels[j / kPanelTokens] = keys + j * dim_;
             for (int64_t j = 0; j < count; ++j) values[j] = work.values_block + j * dim_;
-            attend_numbers(item, work, seen, block, count, panels, [&] { return values; });
+            attend_numbers(item, work, seen, block, count, panels, panels, values, values);
             return;
         }
-        const T** panels = at_least(pointers_of_thread<T>(), kKeyBlock);
-        pages_.fetch(pages, kValues, item.kv_head, block, following);
-        pages_.fetch(pages, kKeys, item.kv_head, following, fetched);
+        const T** panels = at_least(pointers_of_thread<T>(), 4 * kKeyBlock);
+        const T **values = panels + kKeyBlock, **keys_ahead = values + kKeyBlock, **values_ahead = keys_ahead + kKeyBlock;
         pages_.panels(pages, item.kv_head, block, count, work.keys, panels);
-        attend_numbers(item, work, seen, block, count, panels, [&] {
-            const T** values = panels;
-            pages_.locate(pages, kValues, item.kv_head, block, following, values);
-            return values;
-        });
+        pages_.locate(pages, kValues, item.kv_head, block, following, values);
+        look_ahead(item, next, following, panels, values, count, keys_ahead, values_ahead);
+        attend_numbers(item, work, seen, block, count, panels, keys_ahead, values, values_ahead);
     }
 
-    // The same, of a block's panels of K, and of what says where its rows of V are.
-    template <class N, class Values>
+    // What the next block reads, which begins at `begin` or with the next item. Beyond its end, and where there is none:
+    // what this block reads.
+    void look_ahead(const Item& item, const Item* next, int64_t begin, const T* const* panels, const T* const* values,
+                    int64_t count, const T** keys_ahead, const T** values_ahead) const {
+        const Item* from = begin < item.key_end ? &item : next;
+        int64_t there = 0;
+        if (from) {
+            if (from == next) begin = next->key_begin;
+            const int64_t end = std::min(from->key_end, begin + kKeyBlock);
+            const int32_t* pages = page_ids_of(from->row);
+            pages_.locate(pages, kKeys, from->kv_head, begin, end, values_ahead);
+            there = end - begin;
+            for (int64_t j = 0; j < there; j += kPanelTokens) keys_ahead[j / kPanelTokens] = values_ahead[j];
+            pages_.locate(pages, kValues, from->kv_head, begin, end, values_ahead);
+        }
+        for (int64_t j = (there + kPanelTokens - 1) / kPanelTokens; j * kPanelTokens < count; ++j) keys_ahead[j] = panels[j];
+        for (int64_t j = there; j < count; ++j) values_ahead[j] = values[j];
+    }
+
+    // The same, of a block's panels of K and rows of V, and of as many that are fetched meanwhile. A few rows read them as
+    // they are, many as floats, which are made once.
+    template <class N>
     void attend_numbers(const Item& item, const Work& work, const Seen& seen, int64_t block, int64_t count,
-                        const N* const* panels, const Values& locate_values) const {
+                        const N* const* panels, const N* const* keys_ahead, const N* const* values,
+                        const N* const* values_ahead) const {
+        if constexpr (!std::is_same_v<N, float>) {
+            if (seen.last_row - seen.first_row > kStripRows) {
+                const float** wide = at_least(pointers_of_thread<float>(), kKeyBlock);
+                for (int64_t j = 0; j < count; j += kPanelTokens) {
+                    widen(panels[j / kPanelTokens], dim_, work.values_block + j * dim_);
+                    wide[j / kPanelTokens] = work.values_block + j * dim_;
+                }
+                weigh_block<float>(item, work, seen, block, count, wide, wide);
+                for (int64_t j = 0; j < count; ++j) {
+                    float* to = work.values_block + j * dim_;
+                    for (int64_t d = 0; d < dim_; d += 16) store16(to + d, load16(values[j] + d));
+                    wide[j] = to;
+                }
+                add_values<float>(work, seen, count, wide, wide);
+                return;
+            }
+        }
+        weigh_block(item, work, seen, block, count, panels, keys_ahead);
+        add_values(work, seen, count, values, values_ahead);
+    }
+
+    // Scores of a block's keys, then their weights.
+    template <class N>
+    void weigh_block(const Item& item, const Work& work, const Seen& seen, int64_t block, int64_t count,
+                     const N* const* panels, const N* const* ahead) const {
         const int64_t width = (count + 15) / 16 * 16, active = seen.last_row - seen.first_row;
-        score(work.query + seen.first_row * dim_, dim_, active, panels, width / 16, work.scores, kKeyBlock);
+        score(work.query + seen.first_row * dim_, dim_, active, panels, ahead, width / 16, work.scores, kKeyBlock);
         for (int64_t r = 0; r < active; ++r) {
             const int64_t q = seen.q_first + r / group_, row = seen.first_row + r;
             weigh(work.scores + r * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
                   std::min(count, q + 1 - block), width, work.span_stats + 2 * row, work.span_values + row * dim_);
         }
-        add_values(work, seen, locate_values(), count);
+    }
+
+    // Adds the weighted values of a block.
+    template <class N>
+    void add_values(const Work& work, const Seen& seen, int64_t count, const N* const* values,
+                    const N* const* ahead) const {
+        product(work.scores + seen.unseen, kKeyBlock, values + seen.unseen, ahead + seen.unseen,
+                seen.last_row - seen.first_row, count - seen.unseen, dim_, work.span_values + seen.first_row * dim_, dim_);
     }
 
     // K and V that are wanted next: at most a block of them from `begin` on, or of the next item.
@@ -471,27 +587,8 @@ class Attention {
         for (int64_t d = 0; d < dim_; d += 16) store16(values + d, load16(values + d) * factor);
     }
 
-    // Adds weighted values of a block. Many rows read them as floats, made once; a few as they are.
-    template <class N>
-    void add_values(const Work& work, const Seen& seen, const N* const* values, int64_t count) const {
-        const int64_t active = seen.last_row - seen.first_row;
-        const auto add = [&](const auto* const* rows) {
-            product(work.scores + seen.unseen, kKeyBlock, rows + seen.unseen, active, count - seen.unseen, dim_,
-                    work.span_values + seen.first_row * dim_, dim_);
-        };
-        if (std::is_same_v<N, float> || active <= kStripRows) {
-            add(values);
-            return;
-        }
-        const float** converted = at_least(pointers_of_thread<float>(), kKeyBlock);
-        for (int64_t j = 0; j < count; ++j) {
-            for (int64_t d = 0; d < dim_; d += 16) store16(work.values_block + j * dim_ + d, load16(values[j] + d));
-            converted[j] = work.values_block + j * dim_;
-        }
-        add(converted);
-    }
-
     const AttendArgs& a_;
+    const AttentionPlan& plan_;
     const int64_t group_, dim_;
     const Pages<T> pages_;
     const QuantisedPages quantised_;  // instead, in those layouts

@@ -13,23 +13,20 @@ constexpr int64_t kTilePairs = 16;  // pairs of bfloat16 in a tile's row
 constexpr int64_t kTileElements = kTileRows * 2 * kTilePairs;
 
 // 2^x for x <= 0, to what bfloat16 can tell (a relative 2^-14); 0 below -126. Taylor's polynomial on [-1/2, 1/2].
-inline f32x16 exp2_16(f32x16 x) {
-    const f32x16 clamped = max16(splat16(-126.0f), x);  // a NaN stays one
-    const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 n = (clamped + magic) - magic;
-    const f32x16 r = clamped - n;
-    f32x16 p = splat16(9.6181291e-3f);
-    p = p * r + 5.5504109e-2f;
+inline Lanes exp2_of(Lanes x) {
+    const Lanes clamped = max_of_both(splat(-126.0f), x);  // a NaN stays one
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Lanes n = (clamped + magic) - magic;
+    const Lanes r = clamped - n;
+    Lanes p = r * 9.6181291e-3f + 5.5504109e-2f;
     p = p * r + 2.4022651e-1f;
     p = p * r + 6.9314718e-1f;
     p = p * r + 1.0f;
-    const i32x16 exponent = __builtin_convertvector(n, i32x16) << 23;
-    i32x16 bits;
-    std::memcpy(&bits, &p, sizeof bits);
-    bits += exponent;
-    std::memcpy(&p, &bits, sizeof p);
-    return x < -126.0f ? f32x16{} : p;
+    const LaneIntegers exponent = __builtin_convertvector(n, LaneIntegers) << 23;
+    return x < -126.0f ? Lanes{} : (Lanes)((LaneIntegers)p + exponent);
 }
+
+inline f32x16 exp2_16(const f32x16& x) { return each(x, exp2_of); }
 
 // Rows that will be read next. They lie in pages anywhere, so the hardware does not foresee them; and asking for many at
 // once would wait for the first ones, so they are asked for one by one between other work.
@@ -42,6 +39,8 @@ struct Ahead {
             for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[row] + d);
     }
 };
+
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
 
 // Two rows of 32 numbers as 32 pairs.
 inline void interleave(const bf16* even, const bf16* odd, bf16* first, bf16* second) {

@@ -78,13 +78,13 @@ struct StepArgs {
     void (*report)(int64_t);  // called by the calling thread
     void* workspace;  // baton_forward_workspace_bytes()
     float* logits;  // [num_asked][vocabulary]
-    int64_t* part_ns;  // [kParts], added to: what each part took
+    int64_t* part_ns;  // [kStepParts], added to: what each part took
 };
 
 namespace {
 
 // Where the time of a step goes; in the order of fused/arguments.py. kRest: norms, sums, copies.
-enum Part { kProjections, kAttention, kOutput, kGate, kDown, kHead, kRest, kParts };
+enum Part { kProjections, kAttention, kOutput, kGate, kDown, kHead, kRest, kStepParts };
 
 constexpr int64_t kRowBlock = 192;  // rows per item: what a product reads and writes stays in the second-level cache
 constexpr int64_t kWideRowBlock = 96;  // the same for items of twice the width and more
@@ -239,7 +239,7 @@ class Forward {
             if (caller && s_.reports && s_.reports[number]) s_.report(s_.reports[number]);
             if (last && s_.num_asked == 0) return;
             const AttentionPlan& plan = plans_[plan_of_[number]];
-            const Attention<T> attention(attend_args_[number], partials_);
+            const Attention<T> attention(attend_args_[number], plan, partials_);
             take_items(plan.items, counters_[place++].next,
                        [&](const Item& item, const Item* next) { attention.attend(item, next); });
             ends(kAttention);
@@ -450,7 +450,7 @@ extern "C" void baton_forward(const StepArgs* args) {
 
 extern "C" int64_t baton_forward_args_bytes() { return sizeof(StepArgs); }
 extern "C" int64_t baton_forward_model_bytes() { return sizeof(ModelArgs); }
-extern "C" int64_t baton_forward_parts_bytes() { return kParts * sizeof(int64_t); }
+extern "C" int64_t baton_forward_parts_bytes() { return kStepParts * sizeof(int64_t); }
 extern "C" int64_t baton_forward_layer_bytes() { return sizeof(LayerArgs); }
 
 extern "C" int64_t baton_forward_workspace_bytes(const StepArgs* args) {

@@ -93,21 +93,25 @@ struct Step<float, bf16> {
     }
 };
 
-// R rows of x against V panels, each `inputs` * 16 elements long.
-template <int R, int V, class T, class W>
-void multiply_rows(const T* x, int64_t inputs, const W* panel, float* out, int64_t out_stride) {
-    constexpr int64_t kAheadBytes = 1024;  // fetched ahead of all panels together: the hardware does not look far enough
+// Panels whose sums for R rows registers hold side by side.
+template <int R, class T, class W>
+constexpr int kPanelsAbreast = std::min<int>(kMostPanels, std::max(1, Step<T, W>::kMostSums / R));
+
+// R rows of x, `inputs` apart, against V panels, each `inputs` * 16 elements long. panel_of(v) says where one begins, and
+// ahead_of(v) what is fetched meanwhile: as much again, from there on.
+template <int R, int V, class W, class T, class PanelOf, class AheadOf>
+void multiply_rows(const T* x, int64_t inputs, const PanelOf& panel_of, const AheadOf& ahead_of, float* out,
+                   int64_t out_stride) {
     typedef Step<T, W> S;
     Lanes sum[R][V][kPanelParts];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v)
             for (int p = 0; p < kPanelParts; ++p) sum[r][v][p] = Lanes{};
-    const int64_t panel_length = inputs * kPanel;
-    for (int64_t k = 0; k < inputs; k += S::kInputs, panel += S::kInputs * kPanel) {
+    for (int64_t k = 0; k < inputs; k += S::kInputs) {
         typename S::Weights weights[V][kPanelParts];
         for (int v = 0; v < V; ++v) {
-            const W* from = panel + v * panel_length;
-            __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes / V);
+            const W* from = panel_of(v) + k * kPanel;
+            __builtin_prefetch(ahead_of(v) + k * kPanel);
             for (int p = 0; p < kPanelParts; ++p) weights[v][p] = S::load(from + p * S::kInputs * kLanes);
         }
         for (int r = 0; r < R; ++r) {
@@ -127,11 +131,13 @@ void multiply_rows(const T* x, int64_t inputs, const W* panel, float* out, int64
 // R rows, as many panels side by side as registers hold the sums of.
 template <int R, class T, class W>
 void multiply_panels(const T* x, int64_t inputs, const W* panel, int64_t panels, float* out, int64_t out_stride) {
-    constexpr int V = std::min<int>(kMostPanels, std::max(1, Step<T, W>::kMostSums / R));
+    constexpr int V = kPanelsAbreast<R, T, W>;
+    constexpr int64_t kAhead = 1024 / sizeof(W);  // of all panels together: the hardware does not look far enough
+    const auto panel_of = [&](int64_t v) { return panel + v * inputs * kPanel; };
     for (; panels >= V; panels -= V, panel += V * inputs * kPanel, out += V * kPanel)
-        multiply_rows<R, V>(x, inputs, panel, out, out_stride);
+        multiply_rows<R, V, W>(x, inputs, panel_of, [&](int64_t v) { return panel_of(v) + kAhead / V; }, out, out_stride);
     for (; panels; --panels, panel += inputs * kPanel, out += kPanel)
-        multiply_rows<R, 1>(x, inputs, panel, out, out_stride);
+        multiply_rows<R, 1, W>(x, inputs, panel_of, [&](int64_t v) { return panel_of(v) + kAhead; }, out, out_stride);
 }
 
 // Up to kVectorRows rows.

@@ -14,7 +14,7 @@ template <class T>
 void attend(const AttendArgs& args) {
     thread_local std::vector<float> partials;
     const AttentionPlan plan(args);
-    const Attention<T> attention(args, at_least(partials, plan.partial_floats(args.head_dim)));
+    const Attention<T> attention(args, plan, at_least(partials, plan.partial_floats(args.head_dim)));
     const int64_t merges = static_cast<int64_t>(plan.merges.size());
     std::atomic<int64_t> next_item{0};
 #pragma omp parallel if (plan.work >= kSerialWork)

@@ -55,18 +55,6 @@ struct Pages {
         }
     }
 
-    // Asks for K or V of these tokens to be brought near: pages lie apart, so the hardware does not foresee them.
-    void fetch(const int32_t* pages, int64_t kind, int64_t head, int64_t begin, int64_t end) const {
-        for (int64_t token = begin; token < end;) {
-            const int64_t offset = token % page_size, stop = std::min(end, token - offset + page_size);
-            const T* first = plane_of(pages[token / page_size], kind, head) + offset * dim;
-            const char* place = reinterpret_cast<const char*>(first);
-            const int64_t bytes = (stop - token) * dim * static_cast<int64_t>(sizeof(T));
-            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(place + byte);
-            token = stop;
-        }
-    }
-
     // Panels of K of tokens [begin, begin + count); `begin` is a multiple of 16. What the last one has of tokens beyond
     // is anything. Where K lies by tokens, it is turned into `memory` [count up to a multiple of 16][dim].
     void panels(const int32_t* pages, int64_t head, int64_t begin, int64_t count, T* memory, const T** to) const {
@@ -98,9 +86,9 @@ struct Pages {
 
     template <int W>
     static void turn_words(const T* const* rows, int64_t there, int64_t d, T* panel) {
-        f32x16 words[16];  // moved as if they were floats
+        Row16 words[16];  // moved as if they were floats
         for (int64_t i = 0; i < 16; ++i) {
-            words[i] = f32x16{};
+            words[i] = Row16{};
             std::memcpy(&words[i], rows[i < there ? i : 0] + d, W * 4);  // beyond them: anything
         }
         transpose16(words);

@@ -10,42 +10,12 @@
 
 #include "simd.h"
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 namespace baton {
 
 constexpr int64_t kPanel = 16;
 constexpr int64_t kMostPanels = 4;  // that are taken side by side
 
-// As many floats as one register holds. Sums over all inputs are kept in these: longer vectors would live in memory.
-#if defined(__AVX512F__)
-constexpr int64_t kLanes = 16;
-#elif defined(__AVX__)
-constexpr int64_t kLanes = 8;
-#else
-constexpr int64_t kLanes = 4;
-#endif
 constexpr int64_t kPanelParts = kPanel / kLanes;
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t LaneBits __attribute__((vector_size(4 * kLanes)));
-typedef int32_t LaneIntegers __attribute__((vector_size(4 * kLanes)));
-typedef int8_t LaneBytes __attribute__((vector_size(kLanes)));
-
-inline Lanes widened(const int8_t* from) {
-#if defined(__AVX512F__)
-    const __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return (Lanes)_mm512_cvtepi32_ps(integers);
-#elif defined(__AVX2__)  // compilers do not find this instruction
-    const __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    return (Lanes)_mm256_cvtepi32_ps(integers);
-#else
-    LaneBytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, LaneIntegers), Lanes);
-#endif
-}
 
 // The first and the second of each pair of bfloat16.
 inline Lanes widened_even(LaneBits pairs) { return (Lanes)(pairs << 16); }

@@ -6,16 +6,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "simd.h"
+#include "matrix_vectors.h"
 
 namespace baton {
 
-#ifdef __AVX512F__
-constexpr int kSums = 24;  // of 16 floats each, that registers hold beside what goes into them
-#else
-constexpr int kSums = 6;
-#endif
+constexpr int kSums = kManyRegisters ? 24 : 6;  // of 16 floats each, that registers hold beside what goes into them
 constexpr int kStripRows = 6;
+constexpr int64_t kLine = 64;  // bytes of the cache that are fetched at once
 
 // Vectors of 16 columns that are computed side by side for R rows.
 template <int R>
@@ -43,76 +40,57 @@ void by_vectors(int64_t vectors, int64_t first, const Tile& tile) {
     if constexpr (V > 1) by_vectors<V / 2>(vectors, first, tile);
 }
 
-// C[R][V * 16] += A[R][depth] times the rows that `b` points to, from column `col` on.
+// C[R][V * 16] += A[R][depth] times the rows that `b` points to, from column `col` on. Meanwhile the same of the rows of
+// `ahead` is fetched.
 template <int R, int V, class T>
-void product_tile(const float* a, int64_t a_stride, const T* const* b, int64_t col, int64_t depth, float* c,
-                  int64_t c_stride) {
-    f32x16 sum[R][V];
+void product_tile(const float* a, int64_t a_stride, const T* const* b, const T* const* ahead, int64_t col,
+                  int64_t depth, float* c, int64_t c_stride) {
+    constexpr int kParts = V * kPanelParts;
+    Lanes sum[R][kParts];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] = load16(c + r * c_stride + v * 16);
+        for (int p = 0; p < kParts; ++p) sum[r][p] = load_lanes(c + r * c_stride + p * kLanes);
     for (int64_t k = 0; k < depth; ++k) {
-        f32x16 row[V];
-        for (int v = 0; v < V; ++v) row[v] = load16(b[k] + col + v * 16);
+        for (int64_t i = 0; i < V * 16; i += kLine / sizeof(T)) __builtin_prefetch(ahead[k] + col + i);
+        Lanes row[kParts];
+        for (int p = 0; p < kParts; ++p) row[p] = load_lanes(b[k] + col + p * kLanes);
         for (int r = 0; r < R; ++r) {
-            const f32x16 factor = splat16(a[r * a_stride + k]);
-            for (int v = 0; v < V; ++v) sum[r][v] += factor * row[v];
+            const float factor = a[r * a_stride + k];
+            for (int p = 0; p < kParts; ++p) sum[r][p] += factor * row[p];
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store16(c + r * c_stride + v * 16, sum[r][v]);
+        for (int p = 0; p < kParts; ++p) {
+            const Lanes one = sum[r][p];  // as in multiply_rows
+            std::memcpy(c + r * c_stride + p * kLanes, &one, sizeof one);
+        }
 }
 
-// C[rows][columns] += A[rows][depth] B[depth][columns]; `b` points to B's rows; columns is a multiple of 16.
+// C[rows][columns] += A[rows][depth] B[depth][columns]; `b` points to B's rows; columns is a multiple of 16. `ahead`:
+// as many rows that will be read next.
 template <class T>
-void product(const float* a, int64_t a_stride, const T* const* b, int64_t rows, int64_t depth, int64_t columns,
-             float* c, int64_t c_stride) {
+void product(const float* a, int64_t a_stride, const T* const* b, const T* const* ahead, int64_t rows, int64_t depth,
+             int64_t columns, float* c, int64_t c_stride) {
     by_strips(rows, [&](auto strip, int64_t r) {
         constexpr int R = decltype(strip)::value;
         by_vectors<kAbreast<R>>(columns / 16, 0, [&](auto abreast, int64_t v) {
-            product_tile<R, decltype(abreast)::value>(a + r * a_stride, a_stride, b, v * 16, depth,
+            product_tile<R, decltype(abreast)::value>(a + r * a_stride, a_stride, b, r ? b : ahead, v * 16, depth,
                                                       c + r * c_stride + v * 16, c_stride);
         });
     });
 }
 
-// The numbers of 16 words: floats, or the first and then the second of pairs.
-inline void unpack(const float* words, f32x16 (&numbers)[1]) { numbers[0] = load16(words); }
-inline void unpack(const bf16* words, f32x16 (&numbers)[2]) {
-    u32x16 pairs;
-    std::memcpy(&pairs, words, sizeof pairs);
-    const u32x16 first = pairs << 16, second = pairs & 0xffff0000u;
-    std::memcpy(&numbers[0], &first, sizeof first);
-    std::memcpy(&numbers[1], &second, sizeof second);
-}
-
-template <int R, int V, class T>
-void score_tile(const float* query, int64_t dim, const T* const* panels, float* scores, int64_t stride) {
-    constexpr int kPerWord = 4 / sizeof(T);
-    f32x16 sum[R][V];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] = f32x16{};
-    for (int64_t d = 0; d < dim; d += kPerWord) {
-        f32x16 keys[V][kPerWord];
-        for (int v = 0; v < V; ++v) unpack(panels[v] + d * 16, keys[v]);
-        for (int i = 0; i < kPerWord; ++i)
-            for (int r = 0; r < R; ++r) {
-                const f32x16 factor = splat16(query[r * dim + d + i]);
-                for (int v = 0; v < V; ++v) sum[r][v] += factor * keys[v][i];
-            }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store16(scores + r * stride + v * 16, sum[r][v]);
-}
-
-// scores [rows][16 * count] (rows `stride` apart) of queries [rows][dim] and `count` panels of keys (pages.h).
+// scores [rows][16 * count] (rows `stride` apart) of queries [rows][dim] and `count` panels of keys (pages.h). `ahead`:
+// as many panels that will be read next.
 template <class T>
-void score(const float* query, int64_t dim, int64_t rows, const T* const* panels, int64_t count, float* scores,
-           int64_t stride) {
+void score(const float* query, int64_t dim, int64_t rows, const T* const* panels, const T* const* ahead, int64_t count,
+           float* scores, int64_t stride) {
     by_strips(rows, [&](auto strip, int64_t r) {
         constexpr int R = decltype(strip)::value;
-        by_vectors<kAbreast<R>>(count, 0, [&](auto abreast, int64_t v) {
-            score_tile<R, decltype(abreast)::value>(query + r * dim, dim, panels + v, scores + r * stride + v * 16,
-                                                    stride);
+        by_vectors<kPanelsAbreast<R, float, T>>(count, 0, [&](auto abreast, int64_t first) {
+            multiply_rows<R, decltype(abreast)::value, T>(
+                query + r * dim, dim, [&](int v) { return panels[first + v]; },
+                [&](int v) { return r ? panels[first + v] : ahead[first + v]; }, scores + r * stride + first * kPanel,
+                stride);
         });
     });
 }

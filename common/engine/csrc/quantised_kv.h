@@ -12,32 +12,15 @@
 
 namespace baton {
 
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
-template <class To, class From>
-inline To bits_of(From from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
 // Two's complement.
 struct Int8Code {
     static constexpr float kLimit = 127;
 
-    static f32x16 decode(const uint8_t* codes) {
-        i8x16 narrow;
-        std::memcpy(&narrow, codes, sizeof narrow);
-        return __builtin_convertvector(__builtin_convertvector(narrow, i32x16), f32x16);
-    }
+    static Lanes decode(const uint8_t* codes) { return widened(reinterpret_cast<const int8_t*>(codes)); }
 
-    static void encode(f32x16 numbers, uint8_t* codes) {
-        const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, halves to even
-        const i8x16 narrow =
-            __builtin_convertvector(__builtin_convertvector((numbers + magic) - magic, i32x16), i8x16);
-        std::memcpy(codes, &narrow, sizeof narrow);
+    static LaneIntegers encode(Lanes numbers) {
+        const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, halves to even
+        return __builtin_convertvector((numbers + magic) - magic, LaneIntegers);
     }
 };
 
@@ -47,25 +30,21 @@ struct Fp8Code {
     static constexpr int32_t kShift = 20;  // between both mantissas' last bits
     static constexpr int32_t kBias = 127 - 7;
 
-    static f32x16 decode(const uint8_t* codes) {
-        u8x16 narrow;
-        std::memcpy(&narrow, codes, sizeof narrow);
-        const i32x16 wide = __builtin_convertvector(narrow, i32x16), size = wide & 0x7f;
-        const f32x16 normal = bits_of<f32x16>((size << kShift) + (kBias << 23));
-        const f32x16 small = bits_of<f32x16>((size << kShift) + ((kBias + 1) << 23)) - 0.015625f;
-        const i32x16 magnitude = bits_of<i32x16>(size < 8 ? small : normal);
-        return bits_of<f32x16>(magnitude | ((wide & 0x80) << 24));
+    static Lanes decode(const uint8_t* codes) {
+        const LaneIntegers wide = widened(codes), size = wide & 0x7f;
+        const Lanes normal = (Lanes)((size << kShift) + (kBias << 23));
+        const Lanes small = (Lanes)((size << kShift) + ((kBias + 1) << 23)) - 0.015625f;
+        const LaneIntegers magnitude = size < 8 ? (LaneIntegers)small : (LaneIntegers)normal;
+        return (Lanes)(magnitude | ((wide & 0x80) << 24));
     }
 
     // Rounds to nearest, halves to even. Numbers are at most kLimit in size.
-    static void encode(f32x16 numbers, uint8_t* codes) {
-        const i32x16 bits = bits_of<i32x16>(numbers), size = bits & 0x7fffffff;
-        const i32x16 normal = ((size + 0x7ffff + ((size >> kShift) & 1)) >> kShift) - (kBias << 3);
-        const f32x16 step = splat16(16384.0f);  // adding it leaves multiples of 2^-9
-        const i32x16 small = bits_of<i32x16>(bits_of<f32x16>(size) + step) - bits_of<i32x16>(step);
-        const i32x16 code = (size < (kBias + 1) << 23 ? small : normal) | ((bits >> 24) & 0x80);
-        const u8x16 narrow = __builtin_convertvector(code, u8x16);
-        std::memcpy(codes, &narrow, sizeof narrow);
+    static LaneIntegers encode(Lanes numbers) {
+        const LaneIntegers bits = (LaneIntegers)numbers, size = bits & 0x7fffffff;
+        const LaneIntegers normal = ((size + 0x7ffff + ((size >> kShift) & 1)) >> kShift) - (kBias << 3);
+        const Lanes step = splat(16384.0f);  // adding it leaves multiples of 2^-9
+        const LaneIntegers small = (LaneIntegers)((Lanes)size + step) - (LaneIntegers)step;
+        return (size < (kBias + 1) << 23 ? small : normal) | ((bits >> 24) & 0x80);
     }
 };
 
@@ -124,13 +103,13 @@ struct QuantisedPages {
     // infinity makes a scale that shows.
     template <class Code>
     static bf16 scale_for(const float* numbers, int64_t count) {
-        i32x16 top = {};
-        for (int64_t i = 0; i < count; i += 16) {
-            const i32x16 size = bits_of<i32x16>(load16(numbers + i)) & 0x7fffffff;
+        LaneIntegers top = {};
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const LaneIntegers size = (LaneIntegers)load_lanes(numbers + i) & 0x7fffffff;
             top = size > top ? size : top;
         }
         int32_t largest = 0;
-        for (int64_t i = 0; i < 16; ++i) largest = std::max<int32_t>(largest, top[i]);
+        for (int64_t i = 0; i < kLanes; ++i) largest = std::max<int32_t>(largest, top[i]);
         const float wanted = std::max(bits_of<float>(std::min(largest, 0x7fc00000)) / Code::kLimit, 0x1p-126f);
         return {static_cast<uint16_t>((bits_of<uint32_t>(wanted) + 0xffff) >> 16)};
     }
@@ -140,14 +119,10 @@ struct QuantisedPages {
         const bf16 scale = scale_for<Code>(numbers, head_dim);
         std::memcpy(scales_of(stretch) + offset * sizeof scale, &scale, sizeof scale);
         const float factor = bits_of<float>(static_cast<uint32_t>(scale.bits) << 16);
-        for (int64_t d = 0; d < head_dim; d += 16) {
-            uint8_t codes[16];
-            Code::encode(load16(numbers + d) / factor, codes);
-            if (kind == kValues) {
-                std::copy_n(codes, 16, stretch + offset * head_dim + d);
-                continue;
-            }
-            for (int64_t i = 0; i < 16; ++i) stretch[(d + i) * page_size + offset] = codes[i];
+        const int64_t first = kind == kValues ? offset * head_dim : offset, step = kind == kValues ? 1 : page_size;
+        for (int64_t d = 0; d < head_dim; d += kLanes) {
+            const LaneIntegers codes = Code::encode(load_lanes(numbers + d) / factor);
+            for (int64_t i = 0; i < kLanes; ++i) stretch[first + (d + i) * step] = static_cast<uint8_t>(codes[i]);
         }
     }
 
@@ -173,20 +148,22 @@ struct QuantisedPages {
     void load_panel(const uint8_t* codes, const uint8_t* scales, float* panel) const {
         bf16 narrow[kPanelTokens];
         std::memcpy(narrow, scales, sizeof narrow);
-        const f32x16 factors = load16(narrow);
-        for (int64_t d = 0; d < head_dim; ++d)
-            store16(panel + d * kPanelTokens, Code::decode(codes + d * page_size) * factors);
+        for (int64_t i = 0; i < kPanelTokens; i += kLanes) {
+            const Lanes factors = load_lanes(narrow + i);
+            for (int64_t d = 0; d < head_dim; ++d)
+                store_lanes(panel + d * kPanelTokens + i, Code::decode(codes + d * page_size + i) * factors);
+        }
     }
 
     // One token of a panel.
     template <class Code>
     void load_column(const uint8_t* codes, const uint8_t* scale, float* column) const {
         const float factor = scale_at(scale);
-        for (int64_t d = 0; d < head_dim; d += 16) {
-            uint8_t gathered[16];
-            for (int64_t i = 0; i < 16; ++i) gathered[i] = codes[(d + i) * page_size];
-            const f32x16 numbers = Code::decode(gathered) * factor;
-            for (int64_t i = 0; i < 16; ++i) column[(d + i) * kPanelTokens] = numbers[i];
+        for (int64_t d = 0; d < head_dim; d += kLanes) {
+            uint8_t gathered[kLanes];
+            for (int64_t i = 0; i < kLanes; ++i) gathered[i] = codes[(d + i) * page_size];
+            const Lanes numbers = Code::decode(gathered) * factor;
+            for (int64_t i = 0; i < kLanes; ++i) column[(d + i) * kPanelTokens] = numbers[i];
         }
     }
 
@@ -197,7 +174,7 @@ struct QuantisedPages {
             const int64_t offset = (begin + j) % page_size;
             const float factor = scale_at(scales_of(stretch) + offset * sizeof(bf16));
             const uint8_t* codes = stretch + offset * head_dim;
-            for (int64_t d = 0; d < head_dim; d += 16) store16(to + d, Code::decode(codes + d) * factor);
+            for (int64_t d = 0; d < head_dim; d += kLanes) store_lanes(to + d, Code::decode(codes + d) * factor);
         }
     }
 

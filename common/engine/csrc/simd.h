@@ -1,135 +1,255 @@
-// Sixteen floats at a time, in the compiler's own vector types: one source for AVX-512, AVX2, NEON and anything else.
+// Sixteen numbers at a time, in as many registers as they take: one of AVX-512, two of AVX2, four of NEON and the like. In
+// the compiler's own vector types: one source for all of them. A vector type longer than a register will not do instead:
+// compilers keep those in memory.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace baton {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint16_t u16x32 __attribute__((vector_size(64)));
+// As many numbers of 32 bits as one register holds.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+constexpr int kParts = 16 / kLanes;
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t LaneBits __attribute__((vector_size(4 * kLanes)));
+typedef int32_t LaneIntegers __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t LaneBytes __attribute__((vector_size(kLanes)));
 
 // bfloat16: the upper half of a float.
 struct bf16 {
     uint16_t bits;
 };
 
-inline f32x16 load16(const float* from) {
-    f32x16 value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
+template <class To, class From>
+inline To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
 }
 
-inline f32x16 load16(const bf16* from) {
-    u16x16 half;
-    std::memcpy(&half, from, sizeof half);
-    const u32x16 wide = __builtin_convertvector(half, u32x16) << 16;
-    f32x16 value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
+// ---- One register.
+
+inline Lanes load_lanes(const float* from) {
+    Lanes numbers;
+    std::memcpy(&numbers, from, sizeof numbers);
+    return numbers;
 }
 
-inline void store16(float* to, f32x16 value) { std::memcpy(to, &value, sizeof value); }
+// Compilers do not find these instructions, nor those below for bytes.
+inline Lanes load_lanes(const bf16* from) {
+#if defined(__AVX512F__)
+    const LaneBits wide = (LaneBits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    const LaneBits wide = (LaneBits)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    LaneHalves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const LaneBits wide = __builtin_convertvector(halves, LaneBits);
+#endif
+    return (Lanes)(wide << 16);
+}
+
+inline void store_lanes(float* to, Lanes numbers) { std::memcpy(to, &numbers, sizeof numbers); }
 
 // Rounds to nearest even; a NaN stays one.
-inline void store16(bf16* to, f32x16 value) {
+inline void store_lanes(bf16* to, Lanes numbers) {
 #ifdef __AVX512BF16__
-    const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
-    std::memcpy(to, &half, sizeof half);
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)numbers);
 #else
-    u32x16 bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const u32x16 quiet = (bits >> 16) | 0x40u;
-    const u32x16 chosen = (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
-    const u16x16 half = __builtin_convertvector(chosen, u16x16);
-    std::memcpy(to, &half, sizeof half);
+    const LaneBits bits = (LaneBits)numbers;
+    const LaneBits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const LaneBits quiet = (bits >> 16) | 0x40u;
+    const LaneHalves halves =
+        __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, LaneHalves);
+#endif
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+// Integers of a byte as floats.
+inline Lanes widened(const int8_t* from) {
+#if defined(__AVX512F__)
+    const __m512i integers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return (Lanes)_mm512_cvtepi32_ps(integers);
+#elif defined(__AVX2__)
+    const __m256i integers = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return (Lanes)_mm256_cvtepi32_ps(integers);
+#else
+    LaneBytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, LaneIntegers), Lanes);
 #endif
 }
 
-// Written out: adding to zero would cost an addition per use, and a broadcast from memory costs nothing.
-inline f32x16 splat16(float v) { return f32x16{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
+// Bytes as integers.
+inline LaneIntegers widened(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (LaneIntegers)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    return (LaneIntegers)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, LaneIntegers);
+#endif
+}
+
+inline Lanes splat(float v) { return v - Lanes{}; }
 
 // `b` where one of them is no number.
-inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline Lanes max_of_both(Lanes a, Lanes b) { return a > b ? a : b; }
 
-// Lane i gets lane (i + S) mod 16.
+// Lane i gets lane (i + S) mod kLanes.
 template <int S>
-inline f32x16 rotated(f32x16 v) {
+inline Lanes rotated(Lanes v) {
 #if defined(__clang__)
-    f32x16 to;
-    for (int lane = 0; lane < 16; ++lane) to[lane] = v[(lane + S) % 16];
+    Lanes to;
+    for (int lane = 0; lane < kLanes; ++lane) to[lane] = v[(lane + S) % kLanes];
     return to;
 #else
-    i32x16 from;
-    for (int lane = 0; lane < 16; ++lane) from[lane] = (lane + S) % 16;
+    LaneIntegers from;
+    for (int lane = 0; lane < kLanes; ++lane) from[lane] = (lane + S) % kLanes;
     return __builtin_shuffle(v, from);
 #endif
 }
 
-inline float sum_of(f32x16 v) {
-    v += rotated<8>(v);
-    v += rotated<4>(v);
-    v += rotated<2>(v);
-    v += rotated<1>(v);
-    return v[0];
-}
-
-inline float max_of(f32x16 v) {
-    v = max16(v, rotated<8>(v));
-    v = max16(v, rotated<4>(v));
-    v = max16(v, rotated<2>(v));
-    return max16(v, rotated<1>(v))[0];
-}
-
 // e^x for x <= 0 and a little above (the range of a softmax), to about 1 ulp; 0 below -87. Splits x into n ln 2 + r
 // with |r| <= ln 2 / 2 and evaluates the Taylor polynomial of e^r (its remainder there is below 2^-25 from degree 7).
-inline f32x16 exp16(f32x16 x) {
-    const f32x16 clamped = max16(splat16(-87.0f), x);  // a NaN stays one: what is broken must show
-    const f32x16 magic = splat16(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 n = (clamped * 1.44269504088896341f + magic) - magic;
-    const f32x16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    f32x16 p = splat16(1.0f / 5040);
-    p = p * r + 1.0f / 720;
+inline Lanes exp_of(Lanes x) {
+    const Lanes clamped = max_of_both(splat(-87.0f), x);  // a NaN stays one: what is broken must show
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Lanes n = (clamped * 1.44269504088896341f + magic) - magic;
+    const Lanes r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    Lanes p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const i32x16 exponent = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    f32x16 power;
-    std::memcpy(&power, &exponent, sizeof power);
-    return x < -87.0f ? f32x16{} : p * power;
+    const LaneIntegers exponent = (__builtin_convertvector(n, LaneIntegers) + 127) << 23;
+    return x < -87.0f ? Lanes{} : p * (Lanes)exponent;
 }
 
-inline f32x16 tanh16(f32x16 x) {
-    const f32x16 size = max16(x, -x);
-    const f32x16 e = exp16(-2.0f * size);
-    const f32x16 large = (1.0f - e) / (1.0f + e);
-    const f32x16 square = x * x;  // near 0 the quotient cancels: the series is exact to a float there
-    const f32x16 small = x * (1.0f - square * (1.0f / 3 - square * (2.0f / 15 - square * (17.0f / 315))));
+inline Lanes tanh_of(Lanes x) {
+    const Lanes size = max_of_both(x, -x);
+    const Lanes e = exp_of(-2.0f * size);
+    const Lanes large = (1.0f - e) / (1.0f + e);
+    const Lanes square = x * x;  // near 0 the quotient cancels: the series is exact to a float there
+    const Lanes small = x * (1.0f - square * (1.0f / 3 - square * (2.0f / 15 - square * (17.0f / 315))));
     return size < 0.1f ? small : (x < 0.0f ? -large : large);
 }
 
+// ---- Sixteen numbers.
+
+struct f32x16 {
+    Lanes part[kParts];
+};
+
+inline f32x16 load16(const float* from) {
+    f32x16 to;
+    for (int p = 0; p < kParts; ++p) to.part[p] = load_lanes(from + p * kLanes);
+    return to;
+}
+
+inline f32x16 load16(const bf16* from) {
+    f32x16 to;
+    for (int p = 0; p < kParts; ++p) to.part[p] = load_lanes(from + p * kLanes);
+    return to;
+}
+
+template <class T>
+inline void store16(T* to, const f32x16& numbers) {
+    for (int p = 0; p < kParts; ++p) store_lanes(to + p * kLanes, numbers.part[p]);
+}
+
+#define BATON_ARITHMETIC(op)                                                     \
+    inline f32x16 operator op(f32x16 a, const f32x16& b) {                       \
+        for (int p = 0; p < kParts; ++p) a.part[p] = a.part[p] op b.part[p];     \
+        return a;                                                                \
+    }                                                                            \
+    inline f32x16 operator op(f32x16 a, float b) {                               \
+        for (int p = 0; p < kParts; ++p) a.part[p] = a.part[p] op b;             \
+        return a;                                                                \
+    }                                                                            \
+    inline f32x16 operator op(float a, f32x16 b) {                               \
+        for (int p = 0; p < kParts; ++p) b.part[p] = a op b.part[p];             \
+        return b;                                                                \
+    }
+BATON_ARITHMETIC(+)
+BATON_ARITHMETIC(-)
+BATON_ARITHMETIC(*)
+BATON_ARITHMETIC(/)
+#undef BATON_ARITHMETIC
+
+inline f32x16& operator+=(f32x16& a, const f32x16& b) { return a = a + b; }
+
+template <class Function>
+inline f32x16 each(f32x16 v, const Function& function) {
+    for (int p = 0; p < kParts; ++p) v.part[p] = function(v.part[p]);
+    return v;
+}
+
+inline f32x16 max16(f32x16 a, const f32x16& b) {
+    for (int p = 0; p < kParts; ++p) a.part[p] = max_of_both(a.part[p], b.part[p]);
+    return a;
+}
+
+inline f32x16 exp16(const f32x16& x) { return each(x, exp_of); }
+inline f32x16 tanh16(const f32x16& x) { return each(x, tanh_of); }
+
+// All sixteen joined, halves first.
+template <int S, class Join>
+inline float folded(Lanes v, const Join& join) {
+    if constexpr (S == 0) {
+        return v[0];
+    } else {
+        return folded<S / 2>(join(v, rotated<S>(v)), join);
+    }
+}
+
+template <class Join>
+inline float folded(f32x16 v, const Join& join) {
+    for (int half = kParts / 2; half; half /= 2)
+        for (int p = 0; p < half; ++p) v.part[p] = join(v.part[p], v.part[p + half]);
+    return folded<kLanes / 2>(v.part[0], join);
+}
+
+inline float sum_of(const f32x16& v) {
+    return folded(v, [](Lanes a, Lanes b) { return a + b; });
+}
+inline float max_of(const f32x16& v) { return folded(v, max_of_both); }
+
+// ---- Sixteen rows.
+
+typedef float Row16 __attribute__((vector_size(64)));
+typedef int32_t RowPlaces __attribute__((vector_size(64)));
+
 // Transposes 16 rows of 16 in registers: at each stage rows i and i + s swap the lanes whose bit s differs.
 template <int S>
-inline void transpose_stage(f32x16 (&row)[16]) {
-    i32x16 low, high;  // lanes of the first source are 0..15, of the second 16..31
+inline void transpose_stage(Row16 (&row)[16]) {
+    RowPlaces low, high;  // lanes of the first source are 0..15, of the second 16..31
     for (int lane = 0; lane < 16; ++lane) {
         low[lane] = (lane & S) ? 16 + lane - S : lane;
         high[lane] = (lane & S) ? 16 + lane : lane + S;
     }
     for (int i = 0; i < 16; ++i) {
         if (i & S) continue;
-        const f32x16 a = row[i], b = row[i + S];
+        const Row16 a = row[i], b = row[i + S];
 #if defined(__clang__)
         for (int lane = 0; lane < 16; ++lane) {
             row[i][lane] = (lane & S) ? b[lane - S] : a[lane];
@@ -142,7 +262,7 @@ inline void transpose_stage(f32x16 (&row)[16]) {
     }
 }
 
-inline void transpose16(f32x16 (&row)[16]) {
+inline void transpose16(Row16 (&row)[16]) {
     transpose_stage<1>(row);
     transpose_stage<2>(row);
     transpose_stage<4>(row);
