@@ -40,7 +40,7 @@ def models() -> Iterator[tuple[str, str, str]]:
     yield ("gemma3", found.stdout.strip(), "Gemma-3-270M")
 
 
-def settings(only: str, cases: tuple[Case, ...]) -> Iterator[Setting]:
+def settings(only: tuple[str, ...], cases: tuple[Case, ...]) -> Iterator[Setting]:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     for short, model, title in models():
         for dtype in DTYPES if short == SMOLLM2[0] else DTYPES[:1]:
@@ -52,13 +52,13 @@ def settings(only: str, cases: tuple[Case, ...]) -> Iterator[Setting]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="the beginning of MODEL/DTYPE/CORES")
+    parser.add_argument("--only", nargs="+", default=[], help="beginnings of MODEL/DTYPE/CORES")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS[:2], help="Baton's own, side by side")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--quick", action="store_true", help="one setting, four cases: shows that it runs")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    only = arguments.only or (f"{SMOLLM2[0]}/bfloat16/1" if arguments.quick else "")
+    only = tuple(arguments.only) or ((f"{SMOLLM2[0]}/bfloat16/1",) if arguments.quick else ("",))
     started_s = time.monotonic()
     every: list[Results] = []
     for setting in settings(only, QUICK if arguments.quick else FULL):

@@ -65,7 +65,7 @@ class Baton:
     def _counts(self, case: Case) -> dict[Component, int]:
         """Pages of each component for a case, the null page among them."""
         pages = case.rows * (-(-case.longest // PAGE_SIZE) + 1)
-        load = Load(case.rows, CHUNK_TOKENS, case.longest)
+        load = Load(case.rows, _chunk_tokens(case), case.longest)
         kv = KvConfig(num_pages=pages, prefix_cache="chunk")
         return {one: count + 1 for one, count in size_pools(self._layout, self._page_bytes, kv, load).items()}
 
@@ -74,8 +74,10 @@ class Baton:
         if case.kind == "decode":
             for component, buffer in self._runner.memory.buffers.items():
                 _fill(buffer.as_bytes()[1 : counts[component]], self._noise)
-        pool = KvPool(self._layout, counts, case.rows, case.longest, "chunk", None, CHUNK_TOKENS)
-        config = DecodeConfig(max_running_requests=case.rows, num_reserved_decode_tokens=0, chunk_tokens=CHUNK_TOKENS)
+        pool = KvPool(self._layout, counts, case.rows, case.longest, "chunk", None, _chunk_tokens(case))
+        config = DecodeConfig(
+            max_running_requests=case.rows, num_reserved_decode_tokens=0, chunk_tokens=_chunk_tokens(case)
+        )
         core = DecodeCore(DECODE, pool, config, TransferConfig(), case.longest, self._runner.vocab_size)
         wanted = STEPS + 2 if case.kind == "decode" else 1
         for row in range(case.rows):
@@ -91,9 +93,11 @@ class Baton:
         self._overheads_s, self._began_part_s = [], self._runner.part_s()
         if case.kind == "prefill":
             return self._all_turns
-        while core.load().running and not _all_decode(batch := core.next_batch(0.0), case.rows):
-            core.on_step(_made_up(batch), 0.0)
-        core.on_step(_made_up(batch), 0.0)
+        prompts = core.next_batch(0.0)
+        core.on_step(_made_up(prompts), 0.0)
+        first = core.next_batch(0.0)
+        assert first is not None and first.num_rows == first.num_tokens == case.rows, "each row decodes"
+        core.on_step(_made_up(first), 0.0)
         return self._turn
 
     def _turn(self) -> bool:
@@ -129,9 +133,9 @@ class Baton:
             _give_back(buffer.as_bytes())
 
 
-def _all_decode(batch: Batch | None, rows: int) -> bool:
-    assert batch is not None
-    return batch.num_rows == batch.num_tokens == rows
+def _chunk_tokens(case: Case) -> int:
+    """A decode's prompts go in one step, so that no row has begun its answer before another."""
+    return CHUNK_TOKENS if case.kind == "prefill" else case.rows * case.tokens
 
 
 def _made_up(batch: Batch | None) -> StepResult:

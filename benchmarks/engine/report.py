@@ -19,9 +19,9 @@ their first tokens. Every engine is a process of its own on the same weights and
 and measured in turns while all others are stopped; a number is the median over rounds of the median step of a round.
 In brackets: the part of the roofline that is reached. The roofline of a decode step is all weights and all visible KV
 once over the bandwidth that a compiled loop reads with here (of a block as large as those bytes), or all products at
-the measured GEMM peak, whichever takes longer; of a prompt, its products at that peak. The same for each
-part of a step, as if it were alone: what is far from its own limit holds the step. Rooflines are of weights in the
-table's type, also beside int8 ones.
+the measured GEMM peak (torch's, in the table's type or in float32, what is faster here), whichever takes longer; of a
+prompt, its products at that peak. The same for each part of a step, as if it were alone: what is far from its own limit
+holds the step. Rooflines are of weights in the table's type, also beside int8 ones.
 """
 
 
