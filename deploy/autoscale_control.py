@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from baton.common.messages import Member
 from baton.deploy.autoscale import Flip, Policy, Role, Scaler, Seat
-from baton.deploy.controller_core import COMPUTE_ROLES, ControllerCore
-from baton.deploy.controller_seats import Effect, Refused
+from baton.deploy.controller_core import ControllerCore
+from baton.deploy.controller_seats import COMPUTE_ROLES, Effect, Refused
 from baton.deploy.demand import DemandSum
 
 LOOK_S = 1.0

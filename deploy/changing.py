@@ -18,8 +18,7 @@ from baton.common.ids import WorkerId
 from baton.common.model.cache import Progress, silent
 from baton.common.resolve import differences, flat
 from baton.deploy.cluster_plan import ClusterPlan, ControllerStatus, PlannedSeat, Settings, place_of
-from baton.deploy.controller_core import COMPUTE_ROLES
-from baton.deploy.controller_seats import SeatSpec, SeatStatus
+from baton.deploy.controller_seats import COMPUTE_ROLES, SeatSpec, SeatStatus
 from baton.deploy.launch import ClusterHandle, LaunchError, cores_for, policy_of
 
 SAME = ("cluster", "gateways", "gateway.host", "gateway.port", "model.model")
@@ -84,23 +83,24 @@ def plan_upgrade(
             reason = f"the cluster runs with {_value(plan.config, name)!r}, and an upgrade keeps that"
             raise ConfigError(name, wanted, reason, "baton deploy --replace, or a cluster of another name")
     validate(config)
-    revision = plan.revision + 1
+    revision = plan.next_revision
     kept = plan.lasting
-    anew = [dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, revision=revision)) for seat in kept]
+    anew = [dataclasses.replace(seat, spec=_anew(seat.spec, revision)) for seat in kept]
     later = dataclasses.replace(
         plan,
         config=config,
         class_paths=dict(class_paths or plan.class_paths),
         revision=revision,
-        before={**plan.before, plan.revision: Settings(plan.config, plan.class_paths)},
+        before={**plan.before, plan.revision: Settings(plan.config, plan.class_paths, plan.policy)},
         policy=policy_of(config),
+        given_up=None,
     )
     for role, count in (("decode", surge), ("prefill", 1)):
         there = [seat for seat in kept if _role_of(seat, seats) == role]
         able = sum(_is_live(seat.spec.worker, seats) for seat in there)
         more = max(count, 1) if there and able <= 1 else count if role == "decode" else 0
         anew += [
-            dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, extra=True))
+            dataclasses.replace(seat, spec=dataclasses.replace(seat.spec, extra=True, fallback=0))
             for seat in _more(later, role, more, anew)
         ]
     return dataclasses.replace(later, seats=tuple(anew))
@@ -121,14 +121,15 @@ def added(before: ClusterPlan, after: ClusterPlan) -> list[PlannedSeat]:
     return [seat for seat in after.seats if seat.spec.worker not in there]
 
 
-def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent) -> str:
-    """Until the cluster is as it was told to be: "", or why it is not. Raises LaunchError when that takes longer."""
+def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent, upgrade_to: int = 0) -> str:
+    """Until the cluster is as it was told to be: "", or why the upgrade to this revision was given up. Raises
+    LaunchError when that takes longer."""
     clock = MonotonicClock()
     deadline_s = clock.now() + within_s
     shown: dict[WorkerId, str] = {}
     status = handle.status()
     while status.changing or not status.ready:
-        if status.halted and not status.changing:
+        if upgrade_to and status.given_up == upgrade_to and not status.changing:
             return status.halted
         if clock.now() >= deadline_s:
             raise LaunchError(f"not done within {within_s:g} s: {', '.join(map(_told, _unfinished(status)))}")
@@ -138,7 +139,7 @@ def watch(handle: ClusterHandle, within_s: float, on_progress: Progress = silent
                 on_progress(line)
         with contextlib.suppress(LaunchError):  # a controller that is being restarted is asked again
             status = handle.wait_change(status, LOOK_S)
-    return status.halted
+    return status.halted if upgrade_to and status.given_up == upgrade_to else ""
 
 
 def _unfinished(status: ControllerStatus) -> list[SeatStatus]:
@@ -160,14 +161,20 @@ def _more(plan: ClusterPlan, role: str, count: int, there: Iterable[PlannedSeat]
     found: list[PlannedSeat] = []
     number = 0
     cores = cores_for(len(taken) + max(0, count))
+    fallback = max((seat.spec.fallback for seat in plan.lasting), default=0)
     while len(found) < count:
         worker = WorkerId(f"{role}-{number}")
         if worker not in taken:
-            spec = SeatSpec(worker, role, plan.revision)
+            spec = SeatSpec(worker, role, plan.revision, fallback=fallback)
             place = place_of(role, plan.config.placement)
             found.append(PlannedSeat(spec=spec, cores=cores[len(taken) + len(found)], place=place))
         number += 1
     return found
+
+
+def _anew(spec: SeatSpec, revision: int) -> SeatSpec:
+    """Where an upgrade is not over, what came before it is still what is known to come up."""
+    return dataclasses.replace(spec, revision=revision, fallback=spec.fallback or spec.revision)
 
 
 def _role_of(seat: PlannedSeat, seats: Iterable[SeatStatus]) -> str:

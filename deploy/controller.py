@@ -36,6 +36,7 @@ from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
     DrainWorker,
     Effect,
+    Keep,
     KillWorker,
     Publish,
     Refused,
@@ -80,6 +81,9 @@ class ControllerLoop:
         self._look_at_nodes_s = 0.0
         self._peers: dict[WorkerId, Member] = {}
         self._rejected: deque[WorkerId] = deque()
+        self._keeping = threading.Lock()  # of the plan in Ray's store
+        self._asked = self._begun = 0  # changes
+        self._unkept: deque[tuple[ClusterPlan, int]] = deque(maxlen=1)  # what came of an upgrade, and of which change
         self._inbox: deque[Callable[[float], list[Effect]]] = deque()
         self._pool = ThreadPoolExecutor(RAY_THREADS, thread_name_prefix="ray")
         self._changed = threading.Condition()
@@ -117,14 +121,14 @@ class ControllerLoop:
 
     def change(self, plan: ClusterPlan) -> None:
         """From now on the cluster shall be like this. Also after a restart of the controller."""
-        ray_side.keep_plan(plan.run_dir, plan)
+        with self._keeping:
+            ray_side.keep_plan(plan.run_dir, plan)
+            self._asked += 1
         begun: Future[None] = Future()
 
         def begin(now: float) -> list[Effect]:
-            if plan.policy != self._plan.policy:
-                self._autoscale = None if plan.policy is None else AutoscaleControl(plan.policy, now)
-            self._plan, self._config = plan, plan.config
-            self._seats = {seat.spec.worker: seat for seat in plan.seats}
+            self._begun += 1
+            self._go_by(plan, now)
             effects = self._live_core.change((seat.spec for seat in plan.seats), plan.config.liveness, now)
             self._publish_status()  # whoever asks next sees that it is changing
             begun.set_result(None)
@@ -132,6 +136,12 @@ class ControllerLoop:
 
         self._post(begin)
         begun.result(CHANGE_TIMEOUT_S)
+
+    def _go_by(self, plan: ClusterPlan, now: float) -> None:
+        if plan.policy != self._plan.policy:
+            self._autoscale = None if plan.policy is None else AutoscaleControl(plan.policy, now)
+        self._plan, self._config = plan, plan.config
+        self._seats = {seat.spec.worker: seat for seat in plan.seats}
 
     @property
     def plan(self) -> ClusterPlan:
@@ -246,6 +256,12 @@ class ControllerLoop:
                     self._publish(effect.membership, effect.readers)
                 case Reply():
                     self._reply(effect.member, effect.body)
+                case Keep():
+                    self._go_by(self._plan.after(effect), self._clock.now())
+                    self._live_core.live_by(self._config.liveness)
+                    _log.info("upgrade_over", revision=self._plan.revision, given_up=self._plan.halted)
+                    self._unkept.append((self._plan, self._begun))
+                    self._in_pool(self._keep_plan)
 
     def _scale(self, control: AutoscaleControl, now: float) -> None:
         effects, flips = control.look(self._live_core, now)
@@ -280,7 +296,7 @@ class ControllerLoop:
         seats, transitions = tuple(core.status()), tuple(core.transitions)
         with self._changed:
             old = self._status
-            news = (seats, transitions, membership.version, core.book.changing, core.book.halted)
+            news = (seats, transitions, membership.version, core.book.changing, self._plan.halted)
             changed = news != (old.seats, old.transitions, old.version, old.changing, old.halted)
             self._status = ControllerStatus(
                 revision=old.revision + changed,
@@ -292,7 +308,8 @@ class ControllerLoop:
                 members=membership.members,
                 transitions=transitions,
                 changing=core.book.changing,
-                halted=core.book.halted,
+                halted=self._plan.halted,
+                given_up=self._plan.given_up.revision if self._plan.given_up is not None else 0,
             )
             if changed:
                 self._changed.notify_all()
@@ -334,6 +351,7 @@ class ControllerLoop:
     def _leave_nodes_that_go(self) -> None:
         """Who can be asked to leave is; the only one of his role is asked again, when there is another one. While Ray's
         head is away nothing is heard of nodes, and nothing else is the worse for it."""
+        self._keep_plan()
         try:
             for worker, _ in ray_side.on_nodes_that_go(self._config.cluster):
                 self._post(functools.partial(self._leave_node, worker))
@@ -359,6 +377,21 @@ class ControllerLoop:
         handle = ray_side.find_process(self._config.cluster, actor_name(worker, incarnation))
         if handle is not None:  # else its death is noticed
             ray_side.drain_process(handle, timeout_s, drained)
+
+    def _keep_plan(self) -> None:
+        """What came of an upgrade, unless the cluster is to be another one meanwhile. While Ray's head is away a
+        successor would not know of it: tried again."""
+        with self._keeping:
+            if not self._unkept:
+                return
+            plan, begun = self._unkept.popleft()
+            try:
+                if begun == self._asked:
+                    ray_side.keep_plan(plan.run_dir, plan)
+            except RayError as error:
+                _log.warning("plan_not_kept", error=first_line(error))
+                if not self._unkept:
+                    self._unkept.append((plan, begun))
 
     def _rejoin(self, worker: WorkerId, incarnation: int) -> None:
         """An adopted process hears where the controller is now. One that cannot be told falls silent: replaced."""

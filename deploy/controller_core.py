@@ -28,6 +28,7 @@ from baton.common.config import LivenessConfig
 from baton.common.ids import Stamp, WorkerId
 from baton.common.messages import PROTOCOL_VERSION, Body, Heartbeat, Hello, Member, Membership, Reject
 from baton.deploy.controller_seats import (
+    COMPUTE_ROLES,
     DrainWorker,
     Effect,
     Killing,
@@ -49,9 +50,6 @@ from baton.deploy.controller_seats import (
 )
 from baton.deploy.fitting import misfit
 from baton.deploy.seat_book import Seat, SeatBook
-
-COMPUTE_ROLES = frozenset({"prefill", "decode"})
-"""Roles that exchange KV pages."""
 
 BURST_S = 0.05
 """After news went out, further news waits this long."""
@@ -164,9 +162,13 @@ class ControllerCore:
     def change(self, specs: Iterable[SeatSpec], liveness: LivenessConfig, now: float) -> list[Effect]:
         """From now on the cluster has these seats. Whoever sits in one that is not among them leaves; whoever was
         started with another revision is replaced in his turn. The roles of seats that are there stay as they are."""
-        self._liveness = liveness
+        self.live_by(liveness)
         self.book.want(specs, now)
         return self.on_timer(now)
+
+    def live_by(self, liveness: LivenessConfig) -> None:
+        """From now on."""
+        self._liveness = liveness
 
     def replace_worker(self, worker: WorkerId, role: str, now: float) -> list[Effect] | Refused:
         """The process in this seat takes nothing new and finishes what it has; its successor has this role, another one
@@ -242,6 +244,8 @@ class ControllerCore:
                     assert_never(seat.state)
         if not self._shutting_down:
             effects += self._go_on_with_changes(now)  # C6: by now it is known who has fallen silent
+            if (kept := self.book.keep()) is not None:
+                effects.append(kept)
         if now >= self._published_at_s + self._liveness.republish_interval_s:
             self._published_at_s = now
             behind = self._behind()
@@ -447,7 +451,7 @@ class ControllerCore:
         backoff_s = 0.0
         if seat.failures_in_row > 1:
             backoff_s = self._liveness.restart_backoff_s * 2 ** min(seat.failures_in_row - 2, _MAX_BACKOFF_DOUBLINGS)
-        if seat.tries >= MOST_TRIES and not seat.is_proven:
+        if seat.tries >= MOST_TRIES and not (seat.is_proven or self.book.is_surplus(seat)):
             self.book.give_up_upgrade(seat.spec.revision, f"{seat.spec.worker} did not come up: {reason}")
         recent = [at for at in seat.started_at_s if at > now - _RESTART_WINDOW_S]
         limit = self._liveness.max_restarts_per_minute

@@ -12,17 +12,30 @@ from baton.common.by_name import ByName
 from baton.common.ids import WorkerId
 from baton.common.messages import Body, Member, Membership
 
+COMPUTE_ROLES = frozenset({"prefill", "decode"})
+"""Roles that exchange KV pages."""
+
 
 @dataclass(frozen=True, slots=True)
 class SeatSpec(ByName):
     """A place in the cluster that is to be filled at all times. `role` is that of its next process, and of the one that
     sits there unless it is `Leaving` or `Killing`; the name is for ever, whatever role it was given for. `revision`: of
-    the settings that its next process is started with. `extra`: wanted only while an upgrade is under way."""
+    the settings that its next process is started with; `fallback`: of those that it has again if that one does not come
+    up (0: it is known to). `extra`: wanted only while an upgrade is under way."""
 
     worker: WorkerId
     role: str
     revision: int = 1
     extra: bool = False
+    fallback: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp(ByName):
+    """A revision that did not come up."""
+
+    revision: int
+    reason: str
 
 
 # ----------------------------------------------------------------------------------------- seat states
@@ -128,7 +141,17 @@ class Reply:
     body: Body
 
 
-Effect = StartWorker | DrainWorker | KillWorker | Publish | Reply
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """An upgrade is over: it has come up, or was given up. These are the seats from now on, also for the next
+    controller; new workers are of the revision that `serves`."""
+
+    specs: tuple[SeatSpec, ...]
+    serves: int
+    given_up: GivenUp | None
+
+
+Effect = StartWorker | DrainWorker | KillWorker | Publish | Reply | Keep
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from baton.deploy.gateway_core import GatewayCore
 from baton.deploy.gateway_metrics import GatewayMetrics
 from baton.deploy.gateway_states import GatewayEffect, RequestEnded, TokensArrived
 from baton.deploy.recent import RecentBook, SlowRequest
-from baton.deploy.status import GatewayStatus, LaneUse, SeatView, WorkerView
+from baton.deploy.status import ClusterView, GatewayStatus, LaneUse, WorkerView
 from baton.deploy.tokenizer import ServedModel
 from baton.deploy.tracing import AnswerSpans, answered_attributes, asked_attributes
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
@@ -55,8 +55,8 @@ class Workers(Protocol):
     async def statuses(self) -> Mapping[str, object]:
         """By worker; those that do not answer in time are left out."""
 
-    async def seats(self) -> list[SeatView]:
-        """What the controller says of all places; nothing when it does not answer in time."""
+    async def cluster(self) -> ClusterView:
+        """What the controller says of it; nothing when it does not answer in time."""
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         """Who holds a page or slot, for people; of the model's first component unless one is named. Raises
@@ -79,8 +79,8 @@ class UnknownWorkers:
     async def statuses(self) -> Mapping[str, object]:
         return {}
 
-    async def seats(self) -> list[SeatView]:
-        return []
+    async def cluster(self) -> ClusterView:
+        return ClusterView()
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         raise RequestError(ErrorCode.INVALID_REQUEST, "this gateway cannot ask its workers", "worker")
@@ -481,6 +481,7 @@ class Gateway:
 
     async def status(self) -> GatewayStatus:
         ready, reason = self.readiness()
+        cluster = await self.workers.cluster()
         return GatewayStatus(
             version=self._version,
             model=self.model.name,
@@ -492,7 +493,8 @@ class Gateway:
             lanes=[use for _, use in sorted(self._lanes.items())],
             details=dict(await self.workers.statuses()),
             recent=self._recent.look(self._clock.now()),
-            seats=await self.workers.seats(),
+            seats=cluster.seats,
+            given_up=cluster.given_up,
         )
 
     @property

@@ -18,7 +18,7 @@ import ray
 from baton.common.clock import MonotonicClock
 from baton.common.ids import WorkerId
 from baton.common.log import EventLog
-from baton.deploy.controller_core import COMPUTE_ROLES
+from baton.deploy.controller_seats import COMPUTE_ROLES
 from baton.deploy.launch import ClusterHandle, LaunchError
 from baton.deploy.standing import find_cluster
 from baton.transfer.process import actor_name, parse_actor_name, recorded_pid

@@ -17,9 +17,9 @@ from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.kv.layout import Component
 from baton.common.log import EventLog
 from baton.common.trace import ProcessTrace
-from baton.deploy.controller_core import COMPUTE_ROLES
+from baton.deploy.controller_seats import COMPUTE_ROLES
 from baton.deploy.ray_side import find_process
-from baton.deploy.status import SeatView
+from baton.deploy.status import ClusterView, SeatView
 from baton.transfer.io import IoThread
 from baton.transfer.process import actor_name
 from baton.transfer.reports import HandoffTimes, WorkerMetrics
@@ -42,17 +42,19 @@ class RayWorkers:
     async def statuses(self) -> Mapping[str, object]:
         return await asyncio.to_thread(self._ask_all, "status")
 
-    async def seats(self) -> list[SeatView]:
-        return await asyncio.to_thread(self._seats)
+    async def cluster(self) -> ClusterView:
+        return await asyncio.to_thread(self._cluster_view)
 
-    def _seats(self) -> list[SeatView]:
+    def _cluster_view(self) -> ClusterView:
         controller = find_process(self._cluster, CONTROLLER)
         try:
             status = None if controller is None else ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             _log.warning("controller_without_answer", error=str(error)[:200])
-            return []
-        return [
+            return ClusterView()
+        if status is None:
+            return ClusterView()
+        seats = [
             SeatView(
                 worker=seat.worker,
                 role=seat.role,
@@ -64,8 +66,9 @@ class RayWorkers:
                 release=seat.release,
                 differs=dict(seat.differs),
             )
-            for seat in (() if status is None else status.seats)
+            for seat in status.seats
         ]
+        return ClusterView(seats=seats, given_up=status.halted)
 
     async def page_owner(self, worker: str, page: int, component: Component | None) -> str:
         owner: str = await asyncio.to_thread(self._ask_one, worker, "page_owner", page, component)

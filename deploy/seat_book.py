@@ -6,11 +6,21 @@ wants anything done (`controller_core` does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.common.ids import WorkerId
-from baton.deploy.controller_seats import Leaving, Live, SeatSpec, SeatState, Vacant
+from baton.deploy.controller_seats import (
+    COMPUTE_ROLES,
+    GivenUp,
+    Keep,
+    Leaving,
+    Live,
+    SeatSpec,
+    SeatState,
+    Vacant,
+)
 from baton.deploy.turns import Turn, next_to_replace
 
 
@@ -46,16 +56,20 @@ class SeatBook:
     """`first_incarnation`: of seats that are added."""
 
     def __init__(self, specs: Iterable[SeatSpec], now: float) -> None:
-        self.seats = {spec.worker: Seat(spec, Vacant(now), spec.revision) for spec in specs}
+        specs = tuple(specs)
+        known = {spec.fallback or spec.revision for spec in specs if not spec.extra}
+        self.seats = {spec.worker: Seat(spec, Vacant(now), _proven(spec, known)) for spec in specs}
         self.first_incarnation = 1
-        self.halted = ""  # why the last upgrade was given up
+        self.given_up: GivenUp | None = None  # the upgrade that was the last change
+        self._is_kept = not any(spec.fallback for spec in specs)
         self._used: dict[WorkerId, int] = {}  # incarnations of seats that are gone
 
     def want(self, specs: Iterable[SeatSpec], now: float) -> None:
         """These, from now on. The roles of seats that are there stay as they are."""
         wanted = {spec.worker: spec for spec in specs}
-        self.halted = ""
-        known = {seat.proven for seat in self.seats.values()}
+        self.given_up = None
+        self._is_kept = not any(spec.fallback for spec in wanted.values())
+        known = {seat.proven for seat in self.seats.values() if seat.proven is not None}
         for worker, seat in self.seats.items():
             spec = wanted.get(worker)
             seat.surplus = spec is None
@@ -65,8 +79,7 @@ class SeatBook:
         for worker, spec in wanted.items():
             if worker not in self.seats:
                 last = max(self.first_incarnation - 1, self._used.get(worker, 0))
-                proven = spec.revision if spec.revision in known else None
-                self.seats[worker] = Seat(spec, Vacant(now), proven, last_incarnation=last)
+                self.seats[worker] = Seat(spec, Vacant(now), _proven(spec, known), last_incarnation=last)
 
     def remove(self, seat: Seat) -> None:
         """Nobody sits there. Its incarnations are never given again, should it come back."""
@@ -120,7 +133,7 @@ class SeatBook:
 
     def give_up_upgrade(self, revision: int, reason: str) -> None:
         """It does not come up: where it is not there yet, the one before stays, or comes back."""
-        self.halted = reason
+        self.given_up, self._is_kept = GivenUp(revision, reason), False
         for seat in self.seats.values():
             if seat.spec.revision != revision or seat.is_proven:
                 continue
@@ -130,3 +143,25 @@ class SeatBook:
                 seat.surplus = True
             else:
                 seat.spec = replace(seat.spec, revision=seat.proven)
+
+    def keep(self) -> Keep | None:
+        """Once, when an upgrade is over. Told to who remembers for the next controller: that one would begin a revision
+        again that was given up, or give up one that has proven itself."""
+        if self._is_kept or self.upgrading:
+            return None
+        self._is_kept = True
+        there = [one for one in self.seats.values() if not (self.is_surplus(one) and isinstance(one.state, Vacant))]
+        # Who still leaves is nobody that the next controller may overlook.
+        specs = tuple(replace(one.spec, fallback=0, extra=self.is_surplus(one)) for one in there)
+        return Keep(specs, self._serves(specs), self.given_up)
+
+    def _serves(self, specs: Collection[SeatSpec]) -> int:
+        """The revision of most workers, but not one that was given up as long as any are of another one."""
+        failed = self.given_up.revision if self.given_up is not None else 0
+        counts = Counter(spec.revision for spec in specs if spec.role in COMPUTE_ROLES and not spec.extra)
+        return min(counts, key=lambda revision: (revision == failed, -counts[revision], revision))
+
+
+def _proven(spec: SeatSpec, known: Collection[int]) -> int | None:
+    """The revision that is known to come up there. None: none is."""
+    return spec.revision if spec.revision in known else spec.fallback or None

@@ -86,7 +86,10 @@ def print_status(status: GatewayStatus, console: Console) -> None:
 
 
 def _print_seats(status: GatewayStatus, console: Console) -> None:
-    """Where somebody is missing, or processes differ: who cannot work with whom, and why."""
+    """Where an upgrade was given up, somebody is missing, or processes differ: who cannot work with whom, and why."""
+    if status.given_up:
+        console.print()
+        console.print(status.given_up, markup=False)
     versions = {(seat.revision, seat.group or None, seat.release) for seat in status.seats if seat.group}
     if len(versions) < 2 and all(seat.state == "live" for seat in status.seats):
         return

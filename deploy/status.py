@@ -48,6 +48,14 @@ class SeatView(Struct, frozen=True, kw_only=True):
     differs: dict[str, str] = {}
 
 
+class ClusterView(Struct, frozen=True, kw_only=True):
+    """What its controller tells of it; nothing while that does not answer. `given_up`: which revision the last upgrade
+    gave up, why, and which one serves."""
+
+    seats: list[SeatView] = []
+    given_up: str = ""
+
+
 class GatewayStatus(Struct, frozen=True, kw_only=True):
     """`requests.running` and `recent` are this gateway's own; `details` are the workers' own accounts (page census), by
     worker."""
@@ -63,6 +71,7 @@ class GatewayStatus(Struct, frozen=True, kw_only=True):
     details: dict[str, Any]
     recent: Recent = Recent()
     seats: list[SeatView] = []  # none while the controller does not answer
+    given_up: str = ""  # which revision the last upgrade gave up, why, and which one serves
 
 
 class LaneState(Struct, frozen=True, kw_only=True):

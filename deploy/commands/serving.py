@@ -280,7 +280,7 @@ def upgrade(
         return
     handle.change(later)
     tell_room(free, changing.added(before, later), _note)
-    given_up = changing.watch(handle, within_s, _note)
+    given_up = changing.watch(handle, within_s, _note, later.revision)
     if given_up:
         err.print(f"given up: {given_up}", markup=False)
         raise typer.Exit(FAILED)

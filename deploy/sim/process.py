@@ -31,6 +31,7 @@ from baton.deploy.controller_core import ControllerCore
 from baton.deploy.controller_seats import (
     DrainWorker,
     Effect,
+    Keep,
     KillWorker,
     Publish,
     Refused,
@@ -458,4 +459,6 @@ class ControllerProcess(SimProcess):
                         self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, membership)
                 case Reply(member, body):
                     self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, body)
+                case Keep():
+                    self.world.keep(effect)
         self._timer.want(self.core.next_deadline())

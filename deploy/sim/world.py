@@ -8,6 +8,7 @@ request has one right outcome, every page is free or cached, no hand-off is open
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from baton.common.engine.core_api import Drain
 from baton.common.errors import ErrorCode
 from baton.common.ids import CONTROLLER, Epoch, RequestId, SessionId, Stamp, WorkerId
 from baton.common.messages import Failure
-from baton.deploy.controller_seats import SeatSpec
+from baton.deploy.controller_seats import Keep, SeatSpec
 from baton.deploy.gateway_states import RequestEnded
 from baton.deploy.routing.index import PrefixIndex
 from baton.deploy.sim.clients import ClientRequest, Clients
@@ -100,7 +101,7 @@ class World:
         roles = ("prefill", settings.prefill), ("decode", settings.decode), ("gateway", settings.gateways)
         self.specs = [SeatSpec(WorkerId(f"{role}-{i}"), role) for role, count in roles for i in range(count)]
         self.wanted = self.specs  # of the controller
-        self.revision = 1
+        self.revision = self.serves = 1  # the newest that was asked for; that of new workers
         self.bad_revisions: set[int] = set()  # processes of which do not get ready
         self.publications = PublicationWatch(self._is_alive)
         self.caches = CacheWatch()
@@ -156,6 +157,7 @@ class World:
             assert old is None or not old.alive, f"two processes in seat {spec.worker}"
             stamp = Stamp(spec.worker, incarnation, Epoch(self.rng.getrandbits(62) + 2))
             if spec.revision in self.bad_revisions:
+                self.probe("bad_start", spec)
                 self.schedule.after(0.1, self.controller.start_failed, stamp)
                 return
             if self._may_go_wrong(self.settings.bad_starts):
@@ -294,10 +296,34 @@ class World:
             for role in ("prefill", "decode")
             for number in range(self.settings.surge if role in roles else 0)  # one who has no like needs one
         ]
-        self.wanted = [dataclasses.replace(spec, revision=self.revision) for spec in (*self.specs, *extra)]
+        lasting = [spec for spec in self.wanted if not spec.extra]
+        anew = [dataclasses.replace(spec, fallback=spec.fallback or spec.revision) for spec in lasting]
+        self.wanted = [dataclasses.replace(spec, revision=self.revision) for spec in (*anew, *extra)]
         self.schedule.note("world", f"upgrade to revision {self.revision}")
         self.publications.suspect(*(spec.worker for spec in self.wanted))
         self.controller.change(self.wanted)
+
+    def scale(self, role: str, count: int) -> None:
+        """So many workers of this role, of the revision that new ones have; the last ones are not wanted any more."""
+        lasting = [spec for spec in self.wanted if not spec.extra]
+        alike = [spec for spec in lasting if spec.role == role]
+        fallback = max(spec.fallback for spec in lasting)
+        taken = {spec.worker for spec in self.wanted}
+        names = (WorkerId(f"{role}-{number}") for number in itertools.count())
+        free = itertools.islice((name for name in names if name not in taken), max(0, count - len(alike)))
+        new = self.revision if fallback else self.serves
+        more = [SeatSpec(name, role, new, fallback=fallback) for name in free]
+        self.specs = [*(spec for spec in lasting if spec not in alike[count:]), *more]
+        self.wanted = [*self.specs, *(spec for spec in self.wanted if spec.extra)]
+        self.schedule.note("world", f"scale {role}={count}")
+        self.publications.suspect(*(spec.worker for spec in (*more, *alike[count:])))
+        self.controller.change(self.wanted)
+
+    def keep(self, kept: Keep) -> None:
+        """What the next controller begins with."""
+        self.wanted, self.serves = list(kept.specs), kept.serves
+        self.schedule.note("world", f"revision {kept.serves} serves")
+        self.probe("upgrade_over", kept)
 
     def ask_to_leave(self, worker: WorkerId, incarnation: int, timeout_s: float) -> None:
         """By order of the controller, which asked for the answer: when nothing is left to do there. What is there

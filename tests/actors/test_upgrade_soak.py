@@ -77,16 +77,16 @@ def change(cluster: ClusterHandle, killer: Future[None]) -> list[str]:
     number = 0
     config = cluster.plan.config
     while number < 3 or not killer.done():
-        began_s = time.monotonic()
+        began_s, revision = time.monotonic(), 0
         if number % 3 == 0:
             config = replace(config, prefill_worker=replace(config.prefill_worker, chunk_tokens=128 + 16 * number))
-            upgrade(cluster, config)
+            revision = upgrade(cluster, config).revision
             what = "upgrade"
         else:
             counts = {"prefill": 3, "decode": 4} if number % 3 == 1 else {"prefill": 2, "decode": 3}
             scale(cluster, counts)
             what = f"scale {counts}"
-        given_up = watch(cluster, CHANGE_S)
+        given_up = watch(cluster, CHANGE_S, upgrade_to=revision)
         said.append(f"{what}: {time.monotonic() - began_s:.0f} s {given_up}")
         assert not given_up, said
         number += 1

@@ -15,6 +15,7 @@ from baton.deploy.cluster_plan import ClusterPlan, Place, PlannedSeat
 from baton.deploy.controller_seats import SeatSpec, SeatStatus
 from baton.deploy.launch import CLASS_PATHS, ClusterHandle
 from baton.deploy.ray_join import cpus_of_own_ray, tell_room
+from baton.deploy.seat_book import SeatBook
 
 
 @dataclass
@@ -90,6 +91,25 @@ def test_an_upgrade_wants_all_anew_and_some_beside_them_and_keeps_the_way_back()
     again = upgrade(handle, before.config, surge=0)
     assert [seat.spec.role for seat in again.seats if seat.spec.extra] == ["prefill"]
     assert len(again.seats) == len(before.seats) + 1
+
+
+def test_who_scales_when_an_upgrade_was_given_up_has_more_of_the_revision_that_serves() -> None:
+    handle = cluster(prefill=2, decode=2)
+    before = handle.current_plan()
+    failed = upgrade(handle, replace(before.config, kv=replace(before.config.kv, page_size=32)))
+    meanwhile = scale(handle, {"decode": 3})
+    assert {seat.spec.fallback for seat in meanwhile.lasting} == {1}, "so is who was asked for meanwhile"
+    book = SeatBook([seat.spec for seat in meanwhile.seats], 0.0)
+    book.give_up_upgrade(failed.revision, "decode-2 did not come up")
+    kept = book.keep()
+    assert kept is not None
+    handle.change(meanwhile.after(kept))
+    plan = scale(handle, {"decode": 4})
+    assert {seat.spec.revision for seat in plan.seats} == {plan.revision} == {1}
+    assert (plan.config, plan.class_paths) == (replace(before.config, decode=4), before.class_paths)
+    assert plan.halted == "revision 2 was given up: decode-2 did not come up; revision 1 serves"
+    again = plan_upgrade(handle, before.config)
+    assert (again.revision, again.halted) == (3, ""), "no number is given twice"
 
 
 def test_who_leaves_for_another_role_is_nobody_that_an_upgrade_may_count_on() -> None:

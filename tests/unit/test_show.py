@@ -111,6 +111,11 @@ def test_what_does_not_fit_a_terminal_is_not_cut() -> None:
         assert word in out.getvalue()
 
 
+def test_an_upgrade_that_was_given_up_is_named() -> None:
+    told = "revision 2 was given up: decode-2 did not come up; revision 1 serves"
+    assert told in shown_by(print_status, msgspec.structs.replace(status_with(), given_up=told))
+
+
 def test_timings_fit_a_terminal() -> None:
     shown = shown_by(print_timings, [("follow-up", answer()), ("summary", answer())])
     for word in ("12.3", "1500.0", "123.0 MiB", "prefill-10", "decode-12", "3000", "50"):

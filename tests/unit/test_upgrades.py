@@ -15,7 +15,7 @@ from baton.common.kv.layout import KvLayout
 from baton.common.messages import PROTOCOL_VERSION, Heartbeat, Hello, Member, Reject
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.controller_core import MOST_TRIES, ControllerCore
-from baton.deploy.controller_seats import DrainWorker, Effect, KillWorker, Refused, Reply, SeatSpec, StartWorker
+from baton.deploy.controller_seats import DrainWorker, Effect, Keep, KillWorker, Refused, Reply, SeatSpec, StartWorker
 from baton.deploy.routing.router import Router
 from baton.deploy.turns import Turn, next_to_replace
 from baton.transfer.endpoint import Endpoint
@@ -35,6 +35,7 @@ class Cluster:
         self.core = ControllerCore(SPECS, LIVENESS, 1, self.now)
         self.alive: dict[WorkerId, Member] = {}
         self.asked: list[tuple[WorkerId, int]] = []
+        self.effects: list[Effect] = []
         self.run(10.0)
         assert self.core.ready
 
@@ -47,6 +48,7 @@ class Cluster:
             self.do(self.core.on_timer(self.now))
 
     def do(self, effects: list[Effect]) -> None:
+        self.effects += effects
         for effect in effects:
             match effect:
                 case StartWorker(spec, incarnation):
@@ -74,7 +76,7 @@ class Cluster:
         self.do(self.core.on_message(member.stamp, Hello(protocol_version=PROTOCOL_VERSION, member=member), self.now))
 
     def upgrade(self, *extra: SeatSpec) -> None:
-        specs = [replace(spec, revision=2) for spec in SPECS]
+        specs = [replace(spec, revision=2, fallback=1) for spec in SPECS]
         self.do(self.core.change([*specs, *extra], LIVENESS, self.now))
 
 
@@ -101,10 +103,57 @@ def test_a_revision_that_does_not_come_up_is_given_up(extra: tuple[SeatSpec, ...
     cluster.run(60.0)
     seats = {(seat.worker, seat.revision, seat.state) for seat in cluster.core.status()}
     assert seats == {(spec.worker, 1, "live") for spec in SPECS}
-    assert "no such model" in cluster.core.book.halted
+    given_up = cluster.core.book.given_up
+    assert given_up is not None
+    assert given_up.revision == 2
+    assert "no such model" in given_up.reason
     assert len(cluster.asked) == (0 if extra else 1), "whoever serves was not touched before somebody new was there"
     restarts = sum(seat.restarts for seat in cluster.core.status())
     assert restarts == (0 if extra else MOST_TRIES + 1)
+
+
+def keeps(cluster: Cluster) -> list[Keep]:
+    return [effect for effect in cluster.effects if isinstance(effect, Keep)]
+
+
+@pytest.mark.parametrize("extra", [(), (EXTRA,)])
+def test_what_came_of_an_upgrade_is_told_once(extra: tuple[SeatSpec, ...]) -> None:
+    for broken, revision in ((frozenset({2}), 1), (frozenset[int](), 2)):
+        cluster = Cluster(broken)
+        cluster.upgrade(*extra)
+        cluster.run(60.0)
+        [kept] = keeps(cluster)
+        assert kept.serves == revision
+        assert (kept.given_up is not None) == bool(broken)
+        lasting = [spec for spec in kept.specs if not spec.extra]
+        assert lasting == [replace(spec, revision=revision) for spec in SPECS], "and nothing to go back to any more"
+        successor = ControllerCore(kept.specs, LIVENESS, 1 << 20, cluster.now)
+        for member in cluster.alive.values():
+            successor.adopt(member, cluster.now, revision=revision)
+        successor.on_timer(cluster.now)
+        assert not successor.book.changing, "which has nothing left to do"
+
+
+def test_a_controller_that_begins_in_the_middle_gives_up_what_does_not_come_up() -> None:
+    """Nobody of the new revision was ever there, and it is not taken for one that has proven itself."""
+    cluster = Cluster(broken=frozenset({2}))
+    anew = [replace(spec, revision=2, fallback=1) for spec in SPECS]
+    cluster.core = ControllerCore([*anew, EXTRA], LIVENESS, 1 << 20, cluster.now)
+    for member in cluster.alive.values():
+        cluster.core.adopt(member, cluster.now)
+    cluster.run(60.0)
+    [kept] = keeps(cluster)
+    assert kept.given_up is not None
+    assert {(seat.revision, seat.state) for seat in cluster.core.status()} == {(1, "live")}
+
+
+def test_workers_that_are_asked_for_meanwhile_are_there_when_an_upgrade_is_given_up() -> None:
+    cluster = Cluster(broken=frozenset({2}))
+    more = SeatSpec(WorkerId("decode-3"), "decode", revision=2, fallback=1)
+    cluster.upgrade(EXTRA, more)
+    cluster.run(60.0)
+    assert cluster.alive.keys() == {spec.worker for spec in SPECS} | {more.worker}
+    assert {seat.revision for seat in cluster.core.status()} == {1}
 
 
 def test_more_and_fewer_workers() -> None:
