@@ -17,6 +17,7 @@ from baton.common.config import ClusterConfig, GatewayConfig, KvConfig, Liveness
 from baton.common.errors import ConfigError
 from baton.common.ids import CONTROLLER, WorkerId
 from baton.common.messages import Membership
+from baton.deploy import changing
 from baton.deploy.cluster_plan import ControllerStatus
 from baton.deploy.launch import ClusterHandle, LaunchError, launch
 from baton.transfer.process import recorded_pid
@@ -183,3 +184,21 @@ def test_two_clusters_of_one_name_are_refused(cluster: ClusterHandle) -> None:
     with pytest.raises(ConfigError, match="a cluster of this name is running"):
         launch(replace(cluster.plan.config, gateway=GatewayConfig(port=0)), class_paths=STUBS)
     assert cluster.status().ready
+
+
+def test_an_upgrade_that_was_given_up_is_not_begun_again(cluster: ClusterHandle) -> None:
+    """Neither by a controller that Ray restarts, nor by whoever wants more workers."""
+    broken = dict.fromkeys(STUBS, "no_such_module:Nobody")
+    failed = changing.upgrade(cluster, cluster.current_plan().config, class_paths=broken).revision
+    told = changing.watch(cluster, WAIT_S, upgrade_to=failed)
+    assert "no_such_module" in told
+    assert told.endswith("revision 1 serves")
+    version = wait_for(cluster, lambda s: s.ready).version
+    os.kill(pid_of(cluster, CONTROLLER), signal.SIGKILL)
+    status = wait_for(cluster, lambda s: s.ready and s.version > version)
+    assert (status.halted, status.changing) == (told, False)
+    changing.scale(cluster, {"decode": 2})
+    status = wait_for(cluster, lambda s: s.ready and len(s.seats) == 4)
+    assert {seat.revision for seat in status.seats} == {1}
+    changing.scale(cluster, {"decode": 1})
+    wait_for(cluster, lambda s: s.ready and not s.changing)
