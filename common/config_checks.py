@@ -24,6 +24,7 @@ from baton.common.config import (
     GatewayConfig,
     JobsConfig,
     KvConfig,
+    ModelConfig,
     TracingConfig,
     TransferConfig,
 )
@@ -63,6 +64,7 @@ def validate(config: ClusterConfig) -> None:
         raise ConfigError("transfer.tcp_streams", config.transfer.tcp_streams, reason)
     validate_interface(config.bind_host)
     _validate_placement(config)
+    _validate_fake_model(config)
     _validate_device(config)
     _validate_tiers(config.kv)
     _validate_autoscale(config)
@@ -129,6 +131,20 @@ def _validate_placement(config: ClusterConfig) -> None:
     if config.placement.resources == "role" and config.pin_cores:
         reason = "cores are counted on the machine that launches, and the workers are on others"
         raise ConfigError("pin_cores", True, reason, "pin_cores=false, with placement.cpus")
+
+
+def _validate_fake_model(config: ClusterConfig) -> None:
+    """It has no weights, and pages of its own."""
+    if config.model.model != FAKE_MODEL:
+        return
+    usual, model = ModelConfig(), config.model
+    for name in ("attention", "weights", "forward_path"):
+        if (value := getattr(model, name)) != getattr(usual, name):
+            raise ConfigError(f"model.{name}", value, "the fake model multiplies nothing", "leave it out")
+    if config.kv.page_layout != "auto":
+        raise ConfigError(
+            "kv.page_layout", config.kv.page_layout, "the fake model has pages of its own", "leave it out"
+        )
 
 
 def _validate_device(config: ClusterConfig) -> None:

@@ -212,7 +212,7 @@ def _decide_attention(config: ClusterConfig, machine: Machine) -> tuple[ClusterC
 def _check_weights(config: ClusterConfig) -> None:
     """Once it is known what computes."""
     model = config.model
-    if model.weights == "int8" and model.attention != "compiled" and model.model != FAKE_MODEL:
+    if model.weights == "int8" and model.attention != "compiled":
         reason = f"only the compiled kernels compute with them, and attention on {model.device} is {model.attention}"
         raise ConfigError("model.weights", "int8", reason, 'use "dtype"; or the cpu, with a C++ compiler')
 

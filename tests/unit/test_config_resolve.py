@@ -340,6 +340,26 @@ def test_what_a_device_cannot_do_is_refused(values: dict[str, object], field: st
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model.attention", "torch"),
+        ("model.attention", "triton"),
+        ("model.weights", "int8"),
+        ("model.forward_path", "generic"),
+        ("kv.page_layout", "canonical"),
+        ("kv.page_layout", "panels"),
+    ],
+)
+def test_what_the_fake_model_would_ignore_is_refused(field: str, value: str) -> None:
+    part, name = field.split(".")
+    fake = {"model": {"model": "fake"}}
+    settings = {**fake, part: {**fake.get(part, {}), name: value}}
+    with pytest.raises(ConfigError) as refused:
+        validate(from_mapping(ClusterConfig, settings))
+    assert (refused.value.field, refused.value.value) == (field, value)
+
+
 def test_what_attends_on_a_device_is_left_to_its_worker() -> None:
     layers = [Layer("test", {"model": {"device": "cuda"}})]
     config = resolve(layers, lambda model: Facts(), FULL).config
