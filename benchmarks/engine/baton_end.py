@@ -96,7 +96,8 @@ class Baton:
         prompts = core.next_batch(0.0)
         core.on_step(_made_up(prompts), 0.0)
         first = core.next_batch(0.0)
-        assert first is not None and first.num_rows == first.num_tokens == case.rows, "each row decodes"
+        assert first is not None
+        assert first.num_rows == first.num_tokens == case.rows, "each row decodes"
         core.on_step(_made_up(first), 0.0)
         return self._turn
 
