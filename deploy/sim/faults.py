@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from baton.common.ids import CONTROLLER, WorkerId
@@ -38,6 +39,7 @@ AIMS = (
 LASTS_S = (0.3, 1.5, 5.0)
 HANGS_S = (1.5, 8.0, 20.0)
 CONTROLLER_DOWN_S = 3.0
+MOST_WORKERS = 4
 STORM_S = 0.02
 STORM_SHARE = 0.8
 
@@ -63,7 +65,7 @@ def names_of_settings(settings: WorldSettings) -> list[str]:
 def is_steady(settings: WorldSettings) -> bool:
     """Whether all processes are there all the time and can reach each other, whatever is lost on the way."""
     struck = settings.crashes + settings.pauses + settings.partitions + settings.clogs + settings.hangs
-    planned = settings.drains + settings.flips + settings.lane_hangs + settings.upgrades
+    planned = settings.drains + settings.flips + settings.lane_hangs + settings.upgrades + settings.scales
     return not struck + planned + settings.controller_crashes and not settings.half_open
 
 
@@ -95,6 +97,18 @@ def plan_faults(world: World, first_s: float, left_out: Collection[str]) -> list
             aim = rng.choice(AIMS), rng.randint(1, 30), rng.random() * 0.005, rng.random() < 0.5
             if wanted:
                 _aim(world, *aim, strike)
+    return names + _plan_scales(world, first_s, left_out)
+
+
+def _plan_scales(world: World, first_s: float, left_out: Collection[str]) -> list[str]:
+    """At any time. Drawn apart from all others, which are what they are without them."""
+    rng = Random(world.seed ^ 0x5CA1E5)
+    names = [f"scale{number}" for number in range(world.settings.scales)]
+    for name in names:
+        role, count = rng.choice(("prefill", "decode", "decode")), rng.randint(1, MOST_WORKERS)
+        at_s = first_s + rng.random() * (world.settings.arrival_s + 0.5)
+        if name not in left_out:
+            world.schedule.at(at_s, world.scale, role, count)
     return names
 
 

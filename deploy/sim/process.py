@@ -413,6 +413,7 @@ class ControllerProcess(SimProcess):
         self.run(self._change, "change", seats)
 
     def _change(self, seats: Sequence[SeatSpec]) -> None:
+        self._watch.wants(seats)
         effects = self.core.change(seats, self.world.settings.liveness, self.now)
         self._watch.upgrades(effects)
         self._carry_out(effects)
@@ -452,9 +453,11 @@ class ControllerProcess(SimProcess):
                 case DrainWorker(worker, incarnation, timeout_s):
                     self.world.ask_to_leave(worker, incarnation, timeout_s)
                 case KillWorker(worker, incarnation):
+                    self.world.leaves.dies(worker, incarnation)
                     self.world.kill_for_sure(worker, incarnation)
                 case Publish(membership, readers):
                     self.world.publications.published(membership)
+                    self.world.leaves.published(membership)
                     for member in readers:
                         self.world.network.send(self.stamp, member.stamp.worker, member.stamp.epoch, membership)
                 case Reply(member, body):

@@ -37,6 +37,8 @@ FLIP_SHARE = 0.35
 """Of the other worlds, those in which workers change their role."""
 UPGRADE_SHARE = 0.25
 """Of the other worlds, those that are upgraded."""
+SCALE_SHARE = 0.25
+"""Of the other worlds, those that come to have more workers, or fewer."""
 KEYS_SHARE = 0.25
 """Of all worlds, those whose gateways have a queue."""
 TARGETS_SHARE = 0.3
@@ -112,6 +114,7 @@ class WorldSettings:
     controller_crashes: int = 0
     flips: int = 0  # of a worker's role
     upgrades: int = 0  # of the whole cluster, to another revision
+    scales: int = 0  # to another number of workers of a role
     new_layouts: bool = False  # each revision has another layout, which hand-offs do not cross
     surge: int = 1  # workers of either role that are there beside the others meanwhile
     lane_hangs: int = 0  # of lanes that deliver nothing, while frames go on
@@ -241,6 +244,7 @@ def random_settings(seed: int) -> WorldSettings:
     settings = _with_keys(settings, Random(seed ^ 0x4E15))
     settings = _with_targets(settings, Random(seed ^ 0x7A26))
     settings = _with_upgrades(settings, Random(seed ^ 0x09AD), calm or steady)
+    settings = _with_scales(settings, Random(seed ^ 0x5CA1E), calm or steady)
     settings = dataclasses.replace(
         settings,
         scored=Random(seed ^ 0x5C02E).choice((0.0,) * 5 + (0.5,)),
@@ -315,6 +319,13 @@ def _with_upgrades(settings: WorldSettings, rng: Random, nobody_leaves: bool) ->
     if nobody_leaves or rng.random() >= UPGRADE_SHARE:
         return settings
     return dataclasses.replace(settings, upgrades=upgrades, new_layouts=new_layouts, surge=surge)
+
+
+def _with_scales(settings: WorldSettings, rng: Random, nobody_leaves: bool) -> WorldSettings:
+    scales = rng.randint(1, 3)
+    if nobody_leaves or rng.random() >= SCALE_SHARE:
+        return settings
+    return dataclasses.replace(settings, scales=scales)
 
 
 def _with_bounds(settings: WorldSettings, rng: Random, safe: bool) -> WorldSettings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -33,6 +33,7 @@ from baton.deploy.sim.settings import WorldSettings, random_settings
 from baton.deploy.sim.tier import SharedStore, page_keys_of
 from baton.deploy.sim.watch_caches import CacheWatch, assert_named, is_known
 from baton.deploy.sim.watch_members import PublicationWatch
+from baton.deploy.sim.watch_seats import LeaveWatch
 from baton.deploy.sim.worker import WorkerProcess
 from baton.deploy.sim.workload import OWNER, plan_workload
 from baton.transfer.api import SinkFailed
@@ -105,6 +106,7 @@ class World:
         self.bad_revisions: set[int] = set()  # processes of which do not get ready
         self.publications = PublicationWatch(self._is_alive)
         self.caches = CacheWatch()
+        self.leaves = LeaveWatch()
         self.controller = ControllerProcess(self, self.specs)
         self.seats[CONTROLLER] = self.controller
         self.calm_s = 0.0
@@ -235,6 +237,11 @@ class World:
         for process in processes:
             if process.paused:
                 process.kill()
+        wanted = {spec.worker for spec in self.wanted}
+        for process in processes:
+            if process.alive and process.stamp.worker not in wanted:  # it was leaving
+                self.publications.suspect(process.stamp.worker)
+                process.kill()
         living = [process for process in processes if process.alive]
         views = [process.roster.latest for process in living if isinstance(process, MemberProcess)]
         version = max([int(self.now * 1000), *(view.version + 1 for view in views if view is not None)])
@@ -292,9 +299,10 @@ class World:
         self.revision += 1
         roles = [spec.role for spec in self.specs]
         extra = [
-            SeatSpec(WorkerId(f"{role}-{roles.count(role) + number}"), role, extra=True)
+            SeatSpec(name, role, extra=True)
             for role in ("prefill", "decode")
-            for number in range(self.settings.surge if role in roles else 0)  # one who has no like needs one
+            if role in {self._role_of(spec) for spec in self.specs}  # one who has no like needs one
+            for name in self._free_names(role, roles.count(role), self.settings.surge, self.specs)
         ]
         lasting = [spec for spec in self.wanted if not spec.extra]
         anew = [dataclasses.replace(spec, fallback=spec.fallback or spec.revision) for spec in lasting]
@@ -304,20 +312,34 @@ class World:
         self.controller.change(self.wanted)
 
     def scale(self, role: str, count: int) -> None:
-        """So many workers of this role, of the revision that new ones have; the last ones are not wanted any more."""
+        """So many workers of this role, of the revision that new ones have. Of those that are too many who takes no
+        requests leaves first, else the last ones."""
         lasting = [spec for spec in self.wanted if not spec.extra]
-        alike = [spec for spec in lasting if spec.role == role]
+        alike = [spec for spec in lasting if self._role_of(spec) == role]
+        live = {member.stamp.worker for member in self.controller.core.live_members()}
+        leaving = sorted(alike, key=lambda spec: spec.worker in live, reverse=True)[count:]
         fallback = max(spec.fallback for spec in lasting)
-        taken = {spec.worker for spec in self.wanted}
-        names = (WorkerId(f"{role}-{number}") for number in itertools.count())
-        free = itertools.islice((name for name in names if name not in taken), max(0, count - len(alike)))
-        new = self.revision if fallback else self.serves
-        more = [SeatSpec(name, role, new, fallback=fallback) for name in free]
-        self.specs = [*(spec for spec in lasting if spec not in alike[count:]), *more]
+        revision = self.revision if fallback else self.serves
+        names = self._free_names(role, 0, count - len(alike), self.wanted)
+        more = [SeatSpec(name, role, revision, fallback=fallback) for name in names]
+        self.specs = [*(spec for spec in lasting if spec not in leaving), *more]
         self.wanted = [*self.specs, *(spec for spec in self.wanted if spec.extra)]
+        self.faulty = True
         self.schedule.note("world", f"scale {role}={count}")
-        self.publications.suspect(*(spec.worker for spec in (*more, *alike[count:])))
+        self.publications.suspect(*(spec.worker for spec in (*more, *leaving)))
         self.controller.change(self.wanted)
+        self.probe("scale", (role, count))
+
+    def _role_of(self, spec: SeatSpec) -> str:
+        """That its next process has: workers change it."""
+        seat = self.controller.core.book.seats.get(spec.worker)
+        return spec.role if seat is None else seat.spec.role
+
+    @staticmethod
+    def _free_names(role: str, first: int, count: int, specs: Iterable[SeatSpec]) -> list[WorkerId]:
+        taken = {spec.worker for spec in specs}
+        names = (WorkerId(f"{role}-{number}") for number in itertools.count(first))
+        return list(itertools.islice((name for name in names if name not in taken), max(0, count)))
 
     def keep(self, kept: Keep) -> None:
         """What the next controller begins with."""
@@ -332,6 +354,8 @@ class World:
         if not isinstance(process, MemberProcess) or process.stamp.incarnation != incarnation:
             return
         self.publications.suspect(worker)
+        if not process.load().draining:
+            self.leaves.leaves(process.stamp, process.role)
         self.faulty = self.faulty or timeout_s < SHORT_S
         process.run(process.drain, "drain")
         process.after(timeout_s * HAND_OVER_SHARE, process.hand_over, "hand over")
@@ -382,7 +406,9 @@ class World:
 
     def workers(self, role: str = "") -> list[WorkerProcess]:
         """Living ones, in seat order."""
-        processes = [self.seats.get(spec.worker) for spec in self.wanted]
+        wanted = [spec.worker for spec in self.wanted]
+        leaving = [worker for worker in self.seats if worker not in wanted]
+        processes = [self.seats.get(worker) for worker in (*wanted, *leaving)]
         return [
             one for one in processes if isinstance(one, WorkerProcess) and one.alive and (not role or one.role == role)
         ]
@@ -552,6 +578,8 @@ class World:
 
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)
+        there = {process.stamp.worker for process in self._living()} - {CONTROLLER}
+        assert there == {spec.worker for spec in self.specs}, f"{sorted(there)} are there, and not who was asked for"
         self._look_at_what_is_cached(self.clients.requests.values())
         for request in self.clients.requests.values():
             self.stored_pages.assert_right(request.known)
