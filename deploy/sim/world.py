@@ -248,6 +248,8 @@ class World:
         self.controller = ControllerProcess(self, self.wanted, version)
         self.seats[CONTROLLER] = self.controller
         self.schedule.note(CONTROLLER, f"begins again with version {version}")
+        # As a real one does, by the time that has passed: of seats that are gone nobody tells.
+        self.controller.core.book.first_incarnation = max(self._ordered.values(), default=0) + 1
         self.controller.rebuild(self._given, living)
         for process in living:
             self._given[process.stamp.worker] = process.stamp.incarnation
