@@ -57,7 +57,7 @@ class LocalTransport:
         self.stray = 0  # addresses that named no memory of the peer's
 
     def address(self) -> LaneAddress:
-        address: dict[str, str | int] = {"host": _host_id(), "pid": os.getpid()}
+        address: dict[str, str | int] = {"host": host_id(), "pid": os.getpid()}
         for component, pool in self._pools.items():
             units, unit_bytes = pool.rows.shape
             if pool.block is None:
@@ -123,7 +123,7 @@ class LocalTransport:
 
     def _map(self, address: dict[str, str | int]) -> dict[Component, _PeerPool]:
         """Raises NotShared for a peer that cannot be read or is not the one that it should be."""
-        if address["host"] != _host_id():
+        if address["host"] != host_id():
             raise NotShared("another host, pid namespace or user")
         pools = {}
         for component, ours in self._pools.items():
@@ -140,7 +140,7 @@ class LocalTransport:
         return pools
 
 
-def _host_id() -> str:
+def host_id() -> str:
     """Processes with equal ids see the same pids, and may open each other's descriptors where the kernel allows it."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     pid_namespace = Path("/proc/self/ns/pid").stat().st_ino
