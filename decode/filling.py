@@ -35,6 +35,8 @@ class Filling:
         request.times.admitted(request.state.since_s, now)
         request.times.begin_count()
         request.count_tokens(0, request.record.kv_committed_len, "cached_tokens")
+        if request.scored:  # all of its prompt is computed, whatever an earlier stay had of it
+            request.scores.clear()
         request.handoff = parts.handoffs.new_id()
         request.attempt = 0
         request.tried.clear()

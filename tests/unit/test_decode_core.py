@@ -21,6 +21,7 @@ from core_rig import (
 from msgspec import structs
 
 from baton.common.engine.core_api import Drain, FromPeer, HandOver, SendTo
+from baton.common.engine.fake_answer import fake_prompt_logprobs
 from baton.common.engine.fake_runner import fake_answer, fake_generate
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, RequestId
@@ -290,6 +291,35 @@ def test_retraction_under_pressure_loses_nothing(penalty: float) -> None:
         timeline = rig.gateway.finals[f"r{index}"].timeline
         assert timeline is not None
         assert timeline.cached_tokens + timeline.transferred_tokens + timeline.local_tokens == 14
+    rig.assert_clean()
+
+
+def test_a_prompt_that_is_computed_again_is_scored_once() -> None:
+    """Room is made for somebody else's next token when a part of the prompt has been computed, and scored."""
+    rig = Rig(decode_engine(pages=43, num_reserved_decode_tokens=0, chunk_tokens=4))
+    prompt, sampling = prompt_of(62, 1), SamplingParams(max_tokens=2, prompt_logprobs=1)
+    for index in range(2):
+        rig.submit(f"grows{index}", prompt_of(3, index), SamplingParams(max_tokens=60))
+        rig.run(rig.prefill.step() or [])
+    for _ in range(40):
+        rig.run(rig.decode.step() or [])
+    rig.hold_offers = True
+    rig.submit("scored", prompt, sampling)
+    rig.run(rig.decode.pass_time(0.0))
+    while rig.handoffs:
+        rig.lose_prefill()
+    while not rig.decode.core.retractions:
+        effects = rig.decode.step()
+        assert effects is not None, "nobody had to make room"
+        rig.run(effects)
+    assert not any(held.owner_id.startswith("scored") for held in rig.decode.core.holdings())
+    rig.settle()
+    while rig.handoffs:
+        rig.lose_prefill()
+    rig.settle()
+    assert rig.gateway.tokens["scored"] == answer(prompt, sampling)
+    said = [one.body for one in rig.gateway.said if isinstance(one.body, Output) and one.body.request_id == "scored"]
+    assert [one.prompt_logprobs for one in said if one.prompt_logprobs] == [fake_prompt_logprobs(prompt, 1)]
     rig.assert_clean()
 
 
