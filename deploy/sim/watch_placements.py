@@ -67,19 +67,20 @@ class PlacementWatch:
         self._look_at_s = math.inf  # nobody is late before
         self._queued = 0
         self._has_session = False
+        self._still_holds = False  # of what is submitted again: its pages, until nobody writes into them
         self._answered = False  # elsewhere, of the request that is cancelled now
         self.answered: set[SessionId] = set()  # sessions of which a turn has ended with its answer
 
     def before(self, event: object) -> None:
         """It is going to be handled."""
         if isinstance(event, FromPeer) and isinstance(event.body, Submit):
-            session_id = event.body.session_id
+            submit = event.body
             self._queued = self._core.queued
-            self._has_session = bool(session_id) and self._keeps(session_id)
+            self._has_session = bool(submit.session_id) and self._keeps(submit.session_id, OwnerClass.SESSION)
+            self._still_holds = self._keeps(f"{submit.request_id}#{submit.placement}", *OwnerClass)
 
-    def _keeps(self, session_id: str) -> bool:
-        held = (one for one in self._core.holdings() if one.owner_class is OwnerClass.SESSION)
-        return any(one.owner_id == session_id for one in held)
+    def _keeps(self, owner: str, *classes: OwnerClass) -> bool:
+        return any(one.owner_class in classes and one.owner_id == owner for one in self._core.holdings())
 
     def after(self, event: object, effects: Sequence[object], now: float) -> None:
         if isinstance(event, FromPeer) and isinstance(event.body, Submit):
@@ -115,7 +116,7 @@ class PlacementWatch:
         for answer in answers:
             if isinstance(answer, Output) and answer.failure is not None and _key_of(answer) == key:
                 self._refused(submit, answer.failure)
-        known = key in self._open or key in self._unheard
+        known = key in self._open or key in self._unheard or self._still_holds
         if known or not any(isinstance(one, Submitted) and _key_of(one) == key for one in answers):
             return
         over = self._over.pop(key, None)
