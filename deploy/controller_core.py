@@ -377,7 +377,7 @@ class ControllerCore:
         effects: list[Effect] = []
         for seat in [seat for seat in self._seats.values() if self.book.is_surplus(seat)]:
             match seat.state:
-                case Live() if self.book.has_peer(seat):
+                case Live() if self.book.may_leave(seat):
                     effects += self._ask_to_leave(seat, seat.state, "drains, for it is not wanted any more", now)
                 case Starting():
                     effects += self._kill(seat, seat.state.incarnation, None, "not wanted any more", now, planned=True)

@@ -106,6 +106,12 @@ class SeatBook:
         stay = [one for one in others if not (self.is_surplus(one) or (but_extra and one.spec.extra))]
         return any(isinstance(one.state, Live) for one in stay)
 
+    def may_leave(self, seat: Seat) -> bool:
+        """Who is not wanted any more waits for another one of its role; not where nobody is to have that role. (Who had
+        it may have been forgotten with the controller that gave it to him.)"""
+        wanted = any(one.spec.role == seat.spec.role and not self.is_surplus(one) for one in self.seats.values())
+        return not wanted or self.has_peer(seat)
+
     def prove(self, stay_s: float, now: float) -> None:
         """Who has stayed for so long has proven his revision."""
         for seat in self.seats.values():

@@ -8,6 +8,7 @@ with what was true when it was given. Owns an account of the orders of one contr
 - S3  Whoever leaves for an upgrade does so when all others are there (C6).
 - S4  Nobody who has not begun by himself is told to leave while no other worker of his role takes requests: one that
       was published, and was told neither to leave nor to die. Seen from what controllers say, not from their seats.
+      But where nobody is to have his role, he need not wait.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ class LeaveWatch:
         """By order."""
         self._going |= {one for one in self._published if (one.worker, one.incarnation) == (worker, incarnation)}
 
-    def leaves(self, stamp: Stamp, role: str) -> None:
+    def leaves(self, stamp: Stamp, role: str, wanted: bool) -> None:
+        """`wanted`: somebody is to have that role."""
         if stamp in self._going:
             return  # told again, by the next controller
         self._going.add(stamp)
         others = [one for one, its in self._published.items() if its == role and one not in self._going]
-        assert others or role not in COMPUTE_ROLES, f"{stamp} leaves, the last {role} worker (S4)"
+        assert others or not wanted or role not in COMPUTE_ROLES, f"{stamp} leaves, the last {role} worker (S4)"

@@ -357,7 +357,8 @@ class World:
             return
         self.publications.suspect(worker)
         if not process.load().draining:
-            self.leaves.leaves(process.stamp, process.role)
+            wanted = process.role in {self._role_of(spec) for spec in self.specs}
+            self.leaves.leaves(process.stamp, process.role, wanted)
         self.faulty = self.faulty or timeout_s < SHORT_S
         process.run(process.drain, "drain")
         process.after(timeout_s * HAND_OVER_SHARE, process.hand_over, "hand over")
@@ -564,7 +565,12 @@ class World:
             for worker in self.workers()
             if not worker.settled
         ]
-        return f"still open at {self.now:.1f} s: requests {open_requests}, processes {unsettled}; {detail}"
+        seats = [spec.worker for spec in self.specs if (one := self.seats.get(spec.worker)) is None or not one.alive]
+        asked = self.controller.core.book.changing if self.controller.alive else "nobody is there to say"
+        return (
+            f"still open at {self.now:.1f} s: requests {open_requests}, processes {unsettled}, seats {seats}, "
+            f"controller's changes {asked}; {detail}"
+        )
 
     def _indexes(self) -> list[PrefixIndex]:
         gateways = [one for one in self._living() if isinstance(one, GatewayProcess)]

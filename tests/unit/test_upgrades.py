@@ -96,6 +96,18 @@ def test_all_are_replaced_one_after_the_other_and_the_extra_one_goes() -> None:
     assert not cluster.core.book.changing
 
 
+def test_an_extra_one_goes_where_nobody_is_to_have_its_role() -> None:
+    """Somebody had it when the upgrade was asked for; the controller that knew has died, and so has he."""
+    cluster = Cluster()
+    specs = [replace(spec, role="decode", revision=2, fallback=1) for spec in SPECS]
+    extra = SeatSpec(WorkerId("prefill-2"), "prefill", revision=2, extra=True)
+    cluster.alive.clear()
+    cluster.core = ControllerCore([*specs, extra], LIVENESS, 1 << 20, cluster.now)
+    cluster.run(60.0)
+    assert {(seat.worker, seat.state) for seat in cluster.core.status()} == {(spec.worker, "live") for spec in SPECS}
+    assert not cluster.core.book.changing
+
+
 @pytest.mark.parametrize("extra", [(), (EXTRA,)])
 def test_a_revision_that_does_not_come_up_is_given_up(extra: tuple[SeatSpec, ...]) -> None:
     cluster = Cluster(broken=frozenset({2}))
