@@ -262,7 +262,7 @@ class DecodeWorker:
         self._planned = 1 if self._chunks else self._ends[0][0] - self._steps
         for job in self._joined:
             self._count_first_gap(job, now)
-        return now + self._seconds(self._planned)
+        return self._end_s(self._planned)
 
     def _count_first_gap(self, job: Job, now: float) -> None:
         """It is longer than its step, which is counted for everybody who runs."""
@@ -274,11 +274,11 @@ class DecodeWorker:
     def cut(self, now: float) -> float:
         """Somebody joins: the stretch ends with the step that is under way. Returns when."""
         self._planned = min(self._planned, self._steps_begun(now))
-        return self._begun_s + self._seconds(self._planned)
+        return self._end_s(self._planned)
 
     def heard_s(self, now: float) -> float:
         """When it looks at what comes in now: not before the step that is under way is over."""
-        return self._begun_s + self._seconds(min(self._planned, self._steps_begun(now))) if self.busy else now
+        return self._end_s(min(self._planned, self._steps_begun(now))) if self.busy else now
 
     def _steps_begun(self, now: float) -> int:
         """Of this stretch, the one under way included."""
@@ -286,11 +286,15 @@ class DecodeWorker:
         a, b = self._first_step_s, self._growth_s
         real = passed_s / a if b <= 0 else (b / 2 - a + math.sqrt((a - b / 2) ** 2 + 2 * b * passed_s)) / b
         steps = max(1, math.ceil(real))
-        while steps > 1 and self._seconds(steps - 1) >= passed_s:
+        while steps > 1 and self._end_s(steps - 1) >= now:
             steps -= 1
-        while self._seconds(steps) < passed_s:
+        while self._end_s(steps) < now:
             steps += 1
         return steps
+
+    def _end_s(self, steps: int) -> float:
+        """The same number whoever asks, so that the end of a step is not taken for the beginning of the next."""
+        return self._begun_s + self._seconds(steps)
 
     def _seconds(self, steps: int) -> float:
         return steps * self._first_step_s + self._growth_s * steps * (steps - 1) / 2

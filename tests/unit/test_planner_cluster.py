@@ -44,6 +44,14 @@ def test_colocated_chunks_hold_up_streams() -> None:
     assert together.gaps.percentile(1.0) == pytest.approx(0.01 + 256 * 0.0001 + 0.0005, rel=0.05)
 
 
+@pytest.mark.parametrize("number", range(20))
+def test_who_comes_during_a_step_is_in_the_next(number: int) -> None:
+    """Rounded sums of seconds make no difference."""
+    _, answer = serve(COST, Split(0, 1), ANY, trace_of((0.1 / 3, 16, 100), (0.1 + number / 70, 16, 2))).answers
+    alone_s, beside_s = 0.0105 + 1e-7 * 116, 0.0105 + 16 * 0.0001 + 1e-7 * 116
+    assert answer.ttft_s <= alone_s + beside_s
+
+
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
     blocks = tuple(range(4))
     request = TraceRequest(0.0, 2048, 2, blocks, 512)
