@@ -210,7 +210,7 @@ def busy_cores(seconds: float) -> float:
 def measure(cost: CostModel, split: Split, folder: Path | None, seconds: float) -> Iterator[Compared]:
     """All pieces on one cluster."""
     config = configured(split)
-    knobs = Knobs(config.prefill_worker, config.decode_worker, config.routing)
+    knobs = Knobs.of(config)
     forgotten = TemporaryDirectory()
     handle = launch(replace(config, jobs=JobsConfig(database=f"{forgotten.name}/jobs.sqlite")))
     try:

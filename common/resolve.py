@@ -168,7 +168,7 @@ def resolve(
     _check_weights(config)
     config, cache_dtype = _decide_cache_dtype(config)
     config, layout = _decide_page_layout(config)
-    config, pace = _decide_pace(config)
+    config, pace = decide_pace(config)
     config, memory = _decide_memory(config, find_model(config.model.model))
     return Resolved(config, (*given, *lanes, *attention, *cache_dtype, *layout, *pace, *memory))
 
@@ -241,7 +241,8 @@ def _decide_page_layout(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Dec
     return config, (Decision("kv.page_layout", layout.value, f"{config.model.attention}, pages of {kv.page_size}"),)
 
 
-def _decide_pace(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+def decide_pace(config: ClusterConfig) -> tuple[ClusterConfig, tuple[Decision, ...]]:
+    """What decode workers that compute prompts promise their streams between two tokens (ADR 0038)."""
     own = config.decode_worker
     if own.itl_s is not None:
         return config, ()

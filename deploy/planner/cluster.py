@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from baton.common.config import DecodeConfig, PrefillConfig
+from baton.common.config import ClusterConfig, DecodeConfig, KvConfig, PrefillConfig
 from baton.common.engine.chunk_predictor import pairs_of
 from baton.common.engine.policy import AFFINITY_TOKENS, affinity_key, affinity_seeds, affinity_weights
 from baton.common.ids import WorkerId
 from baton.common.messages import Demand
+from baton.common.resolve import decide_pace
 from baton.common.routing_config import RoutingConfig
 from baton.decode.filling import LOCAL_SHARE
 from baton.deploy.planner.cost import CostModel
@@ -54,10 +55,18 @@ class Knobs:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> Knobs:
+        """Of the workers that `config` starts."""
+        decided, _ = decide_pace(config)
+        return cls(decided.prefill_worker, decided.decode_worker, decided.routing, decided.kv)
 
 
 class ModelCluster:
-    """`serve` runs a trace to its end. Subject to `at`: whoever steers the cluster meanwhile."""
+    """`serve` runs a trace to its end. Subject to `at`: whoever steers the cluster meanwhile. Without `knobs` workers
+    are as `baton serve` starts them."""
 
     def __init__(self, cost: CostModel, split: Split, slo: Slo, knobs: Knobs | None = None) -> None:
         self.cost = cost
@@ -66,7 +75,7 @@ class ModelCluster:
         self.prefill: dict[WorkerId, PrefillWorker] = {}
         self.decode: dict[WorkerId, DecodeWorker] = {}
         self.demand = Demand()  # as gateways count it
-        self._knobs = knobs or Knobs()
+        self._knobs = knobs or Knobs.of(ClusterConfig())
         self._colocated = not split.prefill
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._ties = itertools.count()
@@ -90,7 +99,8 @@ class ModelCluster:
 
     def add_decode(self, ready_s: float) -> None:
         name = WorkerId(f"decode-{next(self._names)}")
-        self.decode[name] = DecodeWorker(name, self.cost, self._knobs.decode, self.outcome, ready_s)
+        knobs = self._knobs
+        self.decode[name] = DecodeWorker(name, self.cost, knobs.decode, knobs.kv.page_size, self.outcome, ready_s)
         self._seeds.clear()
 
     def remove(self, worker: PrefillWorker | DecodeWorker) -> None:

@@ -97,8 +97,7 @@ def make_plan(asked: Asked, config: ClusterConfig, told: Callable[[str], None]) 
     cost, slo = read_cost(asked.cost), parse_slo(asked.slo)
     longest = config.model.max_model_len or cost.pool_tokens
     trace = load_trace(asked, min(cost.pool_tokens, longest))
-    knobs = Knobs(config.prefill_worker, config.decode_worker, config.routing)
-    search = Search(cost, trace, slo, asked.target, knobs, told)
+    search = Search(cost, trace, slo, asked.target, Knobs.of(config), told)
     if asked.workers is not None:
         return plan_for_workers(search, trace, slo, asked.target, asked.workers)
     return plan_for_rate(search, trace, slo, asked.target, asked.rate or trace.rate)

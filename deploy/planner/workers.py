@@ -14,11 +14,16 @@ from dataclasses import dataclass
 
 from baton.common.config import DecodeConfig, PrefillConfig
 from baton.common.engine.chunk_predictor import pairs_of
+from baton.common.engine.pacing import ItlPacer
+from baton.common.engine.policy import chunk_end
 from baton.common.ids import WorkerId
 from baton.deploy.planner.caches import BlockCache
 from baton.deploy.planner.cost import CostModel
 from baton.deploy.planner.outcome import Answer, Outcome
 from baton.deploy.planner.traces import TraceRequest
+
+REMEMBERED_STEPS = 20
+"""Of what a pacer knew before so many steps next to nothing is left in its estimates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +46,12 @@ class Job:
         return self.request.prompt_tokens + self.request.output_tokens
 
 
-def take_chunks(jobs: deque[Job], budget: int) -> tuple[list[tuple[Job, int]], int, float]:
+def take_chunks(jobs: deque[Job], budget: int, page_size: int = 1) -> tuple[list[tuple[Job, int]], int, float]:
     """A step's chunks in order of arrival: each job with the length it will have reached; their tokens and pairs."""
     chunks: list[tuple[Job, int]] = []
     tokens, pairs = 0, 0.0
     for job in jobs:
-        end = min(job.request.prompt_tokens, job.done + budget - tokens)
+        end = chunk_end(job.done, job.request.prompt_tokens, budget - tokens, page_size)
         if end <= job.done:
             break
         tokens += end - job.done
@@ -160,10 +165,17 @@ class DecodeWorker:
     """Continuous batching, with chunks of prompts in the same steps where it computes them itself.
 
     A request reserves its KV to the last token when it is admitted, so nobody is retracted. `slow_s`: a longer step is
-    a stall. `lane_free_s`: until then the lane to here is busy."""
+    a stall. `lane_free_s`: until then the lane to here is busy. Chunks beside streams are paced by what the real
+    worker's pacer has learned from the steps so far (ADR 0038), and end where its pages do."""
 
     def __init__(
-        self, name: WorkerId, cost: CostModel, config: DecodeConfig, outcome: Outcome, ready_s: float = 0.0
+        self,
+        name: WorkerId,
+        cost: CostModel,
+        config: DecodeConfig,
+        page_size: int,
+        outcome: Outcome,
+        ready_s: float = 0.0,
     ) -> None:
         self.name = name
         self.ready_s = ready_s
@@ -181,6 +193,8 @@ class DecodeWorker:
         self.running = 0
         self._cost = cost
         self._budget = config.chunk_tokens
+        self._page_size = page_size
+        self._pacer = ItlPacer(config.itl_s) if config.itl_s and not config.chunk_target_s else None
         self._most_active = config.max_running_requests
         self._outcome = outcome
         self._slow_s = outcome.slo.itl_s
@@ -252,17 +266,30 @@ class DecodeWorker:
             self.running += 1
             self._keys += job.request.prompt_tokens + 1
         self._joined, self._joining = self._joining, []
-        self._chunks, tokens, pairs = take_chunks(self.prefilling, self._budget)
+        self._chunks, tokens, pairs = take_chunks(self.prefilling, self._chunk_budget(), self._page_size)
         self.busy = bool(self.running or self._chunks)
         if not self.busy:
             return None
         self._begun_s = now
         self._first_step_s = self._cost.mixed_step_s(tokens, pairs, self.running, self._keys)
-        self._growth_s = 0.0 if self._chunks else self._cost.decode.per_key_s * self.running
-        self._planned = 1 if self._chunks else self._ends[0][0] - self._steps
+        self._growth_s = 0.0 if self.prefilling else self._cost.decode.per_key_s * self.running
+        self._planned = 1 if self.prefilling else self._ends[0][0] - self._steps
         for job in self._joined:
             self._count_first_gap(job, now)
         return self._end_s(self._planned)
+
+    def _chunk_budget(self) -> int:
+        """Tokens of prompts in the next step; 0: it is the pacer's turn to see what streams take alone."""
+        paced = self._budget if self._pacer is None else self._pacer.most_tokens(self.running)
+        return max(min(paced, self._budget), self._page_size) if paced else 0
+
+    def _learn(self, steps: int) -> None:
+        """As a real worker does of each step with streams."""
+        if self._pacer is None or not self.running:
+            return
+        tokens = sum(end - job.done for job, end in self._chunks)
+        for step in range(max(0, steps - REMEMBERED_STEPS), steps):
+            self._pacer.learn(tokens, self._first_step_s + self._growth_s * step)
 
     def _count_first_gap(self, job: Job, now: float) -> None:
         """It is longer than its step, which is counted for everybody who runs."""
@@ -304,6 +331,7 @@ class DecodeWorker:
         self.busy, self.between_steps = False, True
         steps, took_s = self._planned, now - self._begun_s
         self._outcome.busy_s["decode"] += took_s
+        self._learn(steps)
         if self.running:
             self._outcome.gaps.add(took_s / steps, steps * self.running - len(self._joined))
         self._outcome.said += steps * self.running

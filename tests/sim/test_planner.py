@@ -7,6 +7,7 @@ are long and steps slow here, so that it stays small; where a rule of a core cha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,10 +38,9 @@ COST = CostModel(
     decode=DecodeCost(base_s=0.02, per_row_s=0.001, per_key_s=2e-6),
     lane=LaneCost(name="local", latency_s=0.0, bytes_per_s=16e3 * 20),  # 20,000 tokens per second
 )
-KNOBS = Knobs(
-    prefill=PrefillConfig(chunk_tokens=256, kv_return="off", layer_groups=1),
-    decode=DecodeConfig(chunk_tokens=128, num_reserved_decode_tokens=64),
-)
+PREFILL = PrefillConfig(chunk_tokens=256, kv_return="off", layer_groups=1)
+DECODE = DecodeConfig(chunk_tokens=128, num_reserved_decode_tokens=64, itl_s=0.0)
+KNOBS = Knobs(PREFILL, DECODE)
 FIRST_S = 2.0
 BLOCK = 64
 
@@ -60,13 +60,13 @@ class TimingClients(Clients):
         answer.last_s = now
 
 
-def real(split: Split, trace: Trace, seed: int) -> list[Answer]:
+def real(split: Split, trace: Trace, knobs: Knobs, seed: int) -> list[Answer]:
     """By the real cores."""
-    pages = COST.pool_tokens // 16
+    pages = COST.pool_tokens // knobs.kv.page_size
     settings = WorldSettings(
         prefill=split.prefill,
         decode=split.decode,
-        page_size=16,
+        page_size=knobs.kv.page_size,
         prefill_pages=pages,
         decode_pages=pages,
         rows=64,
@@ -80,9 +80,9 @@ def real(split: Split, trace: Trace, seed: int) -> list[Answer]:
         thread_hop_s=1e-5,
         links=LinkFaults(delay_s=1e-5),
         step=MeasuredStep(COST),
-        prefill_config=KNOBS.prefill,
-        decode_config=KNOBS.decode,
-        routing=KNOBS.routing,
+        prefill_config=knobs.prefill,
+        decode_config=knobs.decode,
+        routing=knobs.routing,
         request_timeout_s=1e4,
     )
     world = World(settings, seed)
@@ -147,10 +147,12 @@ def told(model: Outcome, cores: list[Answer]) -> str:
     return f"model {of(model.answers)}; cores {of(cores)}"
 
 
-def compared(case: tuple[Split, float, bool], requests: int, ttft_off: float, tpot_off: float) -> None:
+def compared(
+    case: tuple[Split, float, bool], requests: int, ttft_off: float, tpot_off: float, knobs: Knobs = KNOBS
+) -> None:
     split, rate, shared = case
     trace = conversations(requests, rate, seed=5, shared=shared)
-    model, cores = serve(COST, split, Slo(), trace, KNOBS), real(split, trace, seed=1)
+    model, cores = serve(COST, split, Slo(), trace, knobs), real(split, trace, knobs, seed=1)
     for share in (50, 90):
         ttft = [np.percentile([one.ttft_s for one in answers], share) for answers in (model.answers, cores)]
         tpot = [np.percentile([one.tpot_s for one in answers], share) for answers in (model.answers, cores)]
@@ -160,18 +162,25 @@ def compared(case: tuple[Split, float, bool], requests: int, ttft_off: float, tp
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_is_as_fast_as_the_real_cores(name: str) -> None:
-    shared = CASES[name][2]  # what is evicted when is not modelled page by page
-    compared(CASES[name], 60, ttft_off=0.2 if shared else 0.05, tpot_off=0.05 if shared else 0.03)
+    compared(CASES[name], 60, ttft_off=0.05, tpot_off=0.03)
+
+
+@pytest.mark.parametrize("itl_s", [0.01, 0.05])
+@pytest.mark.parametrize("name", ["together, busy", "together, shared prefixes"])
+def test_chunks_are_paced_as_by_the_real_cores(name: str, itl_s: float) -> None:
+    """A promise that cannot be kept, and one that is kept by chunks that are shorter than without."""
+    knobs = Knobs(PREFILL, replace(DECODE, itl_s=itl_s))
+    compared(CASES[name], 60, ttft_off=0.02, tpot_off=0.02, knobs=knobs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_workers_are_as_fast_as_the_real_cores(name: str) -> None:
-    compared(SEVERAL[name], 300, ttft_off=0.3, tpot_off=0.1)
+    compared(SEVERAL[name], 300, ttft_off=0.15, tpot_off=0.07)
 
 
 def test_the_comparison_notices_other_costs() -> None:
     trace = conversations(30, 4.0, seed=5, shared=False)
     dearer = structs.replace(COST, decode=structs.replace(COST.decode, per_row_s=0.002))
-    model, cores = serve(dearer, Split(1, 1), Slo(), trace, KNOBS), real(Split(1, 1), trace, seed=1)
+    model, cores = serve(dearer, Split(1, 1), Slo(), trace, KNOBS), real(Split(1, 1), trace, KNOBS, seed=1)
     assert off(float(np.median(model.tpot_s)), float(np.median([one.tpot_s for one in cores]))) > 0.05

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 from planner_rig import COST, costing, steady, trace_of
 
-from baton.common.config import DecodeConfig, PrefillConfig
+from baton.common.config import AutoscaleConfig, ClusterConfig, DecodeConfig, PrefillConfig
 from baton.deploy.planner.caches import BlockCache
 from baton.deploy.planner.cluster import Knobs, ModelCluster, Split, serve
 from baton.deploy.planner.cost import CostModel, DecodeCost, LaneCost, PrefillCost
@@ -16,6 +17,7 @@ from baton.deploy.planner.outcome import Outcome, Slo, parse_slo
 from baton.deploy.planner.traces import Trace, TraceRequest, one_by_one
 
 ANY = Slo()
+WHOLE_CHUNKS = Knobs(decode=DecodeConfig(itl_s=0.0))
 
 
 def test_a_request_alone_takes_its_prompt_its_hand_off_and_its_steps() -> None:
@@ -37,11 +39,55 @@ def test_a_long_prompt_is_computed_in_chunks_that_travel_while_the_next_is_compu
 
 def test_colocated_chunks_hold_up_streams() -> None:
     trace = trace_of((0.0, 16, 50), (0.1, 512, 2))
-    together = serve(COST, Split(0, 1), parse_slo("itl=30ms"), trace)
+    together = serve(COST, Split(0, 1), parse_slo("itl=30ms"), trace, WHOLE_CHUNKS)
     apart = serve(COST, Split(1, 1), parse_slo("itl=30ms"), trace)
     assert together.answers[0].stalls == 2, "two chunks of 256 tokens, in two of its steps"
     assert apart.answers[0].stalls == 0
     assert together.gaps.percentile(1.0) == pytest.approx(0.01 + 256 * 0.0001 + 0.0005, rel=0.05)
+
+
+ALL_LOCAL = 10_000
+"""`local_prefill_max_tokens` of a decode worker that hands no prompt over."""
+
+
+@pytest.mark.parametrize("split", [Split(0, 1), Split(1, 1)])
+def test_paced_chunks_keep_the_promised_gaps(split: Split) -> None:
+    """A whole chunk in a step takes 36 ms and more, a page 12 ms."""
+    trace, slo = steady(rate=4.0, requests=80, prompt=700, output=40), parse_slo("itl=25ms")
+
+    def served(itl_s: float) -> Outcome:
+        return serve(
+            COST, split, slo, trace, Knobs(decode=DecodeConfig(itl_s=itl_s, local_prefill_max_tokens=ALL_LOCAL))
+        )
+
+    whole, paced = served(0.0), served(0.025)
+    assert whole.gaps.percentile(0.99) > 0.035
+    assert paced.gaps.percentile(0.99) <= 0.025 * 1.02, "gaps are counted in buckets as wide as that"
+    assert whole.attainment < 0.9
+    assert paced.attainment == 1.0
+    assert np.median(paced.ttft_s) > np.median(whole.ttft_s), "streams get their time from prompts"
+
+
+def test_where_too_much_is_promised_prompts_go_on_beside_streams() -> None:
+    trace = trace_of((0.0, 16, 400), (0.1, 4800, 2))
+    _, late = serve(COST, Split(0, 1), ANY, trace, Knobs(decode=DecodeConfig(itl_s=0.001))).answers
+    alone_s, token_s = 0.0105, 0.0001
+    beside_s = alone_s + 96 * token_s  # twice as long as alone would be 105 tokens, which is 6 pages of 16
+    once_s = (alone_s + 16 * token_s) + alone_s  # a first page to learn from; none, to see again what streams take
+    assert late.ttft_s == pytest.approx(4800 / 96 * beside_s + once_s, rel=0.02)
+
+
+def test_workers_pace_by_default_as_those_that_are_served_do() -> None:
+    trace = steady(rate=4.0, requests=40, prompt=700, output=40)
+    dear = costing(prefill=PrefillCost(base_s=0.01, per_token_s=0.0005, per_pair_s=0.0))
+
+    def gaps_s(knobs: Knobs | None) -> float:
+        return serve(dear, Split(0, 2), ANY, trace, knobs).gaps.percentile(0.99)
+
+    assert gaps_s(WHOLE_CHUNKS) > 0.1
+    assert gaps_s(None) <= AutoscaleConfig().itl_s * 1.02
+    assert gaps_s(Knobs.of(ClusterConfig(autoscale=AutoscaleConfig(itl_s=0.03)))) <= 0.03 * 1.02
+    assert Knobs.of(ClusterConfig(decode_worker=DecodeConfig(itl_s=0.0))).decode.itl_s == 0.0
 
 
 @pytest.mark.parametrize("number", range(20))
