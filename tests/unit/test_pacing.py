@@ -102,6 +102,22 @@ def test_a_disturbed_measurement_does_little() -> None:
     assert all(one.took_s <= 1.4 * STRETCH * 0.06 for number, one in enumerate(steps) if number != disturbed)
 
 
+@pytest.mark.parametrize(("disturbed", "times"), [(1, 2.5), (1, 10.0), (2, 10.0), (5, 10.0), (40, 10.0)])
+@pytest.mark.parametrize(("alone_s", "token_s"), [(0.02, 1e-4), (0.06, 2e-3)])
+def test_first_steps_that_took_too_long_are_forgotten_when_others_take_less(
+    alone_s: float, token_s: float, disturbed: int, times: float
+) -> None:
+    """By another process, say. What they say of streams alone would leave far too much for prompts."""
+
+    def took_s(number: int, tokens: int) -> float:
+        return linear(alone_s, token_s)(number, tokens) * (times if number < disturbed else 1)
+
+    steps = list(saturated(ItlPacer(0.05), 200, took_s))
+    assert max(one.took_s for one in steps[disturbed:]) <= max(0.05, STRETCH * alone_s) + 1e-9
+    assert all(one.tokens or other.tokens for one, other in pairwise(steps)), "prompts go on"
+    assert sum(not one.tokens for one in steps) <= 2 + 200 / REMEASURE_STEPS
+
+
 @pytest.mark.parametrize("page", [1, PAGE])
 def test_after_a_first_step_with_prompts_that_took_very_long_prompts_go_on(page: int) -> None:
     """What it says of a token is more than there is room for."""
