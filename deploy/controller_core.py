@@ -92,7 +92,7 @@ class ControllerCore:
         live = Live(structs.replace(member, group=group_of(member.fingerprint)), since_s=now, heard_s=now)
         self._move(seat, live, "found alive")
         self._changed = True
-        return self._ask_to_leave(seat, live, "found leaving", now) if leaving else []
+        return [self._drain(seat, live, "found leaving", now)] if leaving else []
 
     def adopt_starting(self, worker: WorkerId, incarnation: int, role: str, now: float, revision: int = 1) -> None:
         """A restarted controller found this process still loading."""
@@ -428,9 +428,14 @@ class ControllerCore:
         return StartWorker(seat.spec, seat.last_incarnation)
 
     def _ask_to_leave(self, seat: Seat, live: Live, why: str, now: float) -> list[Effect]:
+        """Who stays is known to all before."""
+        self._renew()
+        return [*self._tell(now), self._drain(seat, live, why, now)]
+
+    def _drain(self, seat: Seat, live: Live, why: str, now: float) -> DrainWorker:
         drain_s = self._liveness.drain_deadline_s
         self._move(seat, Leaving(live.member, live.since_s, live.heard_s, now + drain_s), why)
-        return [DrainWorker(seat.spec.worker, live.member.stamp.incarnation, drain_s)]
+        return DrainWorker(seat.spec.worker, live.member.stamp.incarnation, drain_s)
 
     def _kill(
         self, seat: Seat, incarnation: int, member: Member | None, reason: str, now: float, planned: bool = False
@@ -461,10 +466,16 @@ class ControllerCore:
     def _after(self, now: float) -> list[Effect]:
         """One new version for all that changed in this event; it is published, in a burst the newest one per `BURST_S`:
         each goes to everybody, and a thousand processes may start together."""
+        self._renew()
+        return self._tell(now) if now >= self._told_at_s + BURST_S else []
+
+    def _renew(self) -> None:
         if self._changed:
             self._changed, self._untold = False, True
             self._version += 1
-        if not self._untold or now < self._told_at_s + BURST_S:
+
+    def _tell(self, now: float) -> list[Effect]:
+        if not self._untold:
             return []
         self._untold = False
         self._published_at_s = self._told_at_s = now

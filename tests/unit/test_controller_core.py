@@ -81,6 +81,19 @@ def test_a_burst_of_news_is_told_at_once_and_then_together() -> None:
     assert core.on_timer(1.0 + 2 * BURST_S) == []
 
 
+def test_who_stays_is_known_before_somebody_leaves() -> None:
+    """Though a burst of news would be told together, later."""
+    core = started_core()
+    for worker in (P0, D0, D1):
+        hello(core, member(worker), 1.0)
+    effects = core.replace_worker(D0, "decode", 1.0)
+    assert not isinstance(effects, Refused)
+    known, asked = effects
+    assert isinstance(known, Publish)
+    assert {one.stamp.worker for one in known.membership.members} == {P0, D0, D1}
+    assert isinstance(asked, DrainWorker)
+
+
 def members_of(core: ControllerCore) -> set[tuple[str, int]]:
     return {(m.stamp.worker, m.stamp.incarnation) for m in core.membership().members}
 
