@@ -179,6 +179,9 @@ def test_who_drains_or_is_silent_is_not_chosen() -> None:
     router.on_view(view(*STAMPS, silent=frozenset({P[1].worker})))
     placed = [router.place("prefill", PROMPT, draw) for draw in range(5)]
     assert {one.stamp for one in placed if one} == {P[2]}
+    router.heard(P[0], Load(), 0.1)  # said before, and overtaken
+    again = [router.place("prefill", PROMPT, draw) for draw in range(5)]
+    assert {one.stamp for one in again if one} == {P[2]}, "who drains never takes anything again"
 
 
 def always_last(choice: Choice) -> int | None:
