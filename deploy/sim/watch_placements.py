@@ -76,10 +76,10 @@ class PlacementWatch:
         if isinstance(event, FromPeer) and isinstance(event.body, Submit):
             submit = event.body
             self._queued = self._core.queued
-            self._has_session = bool(submit.session_id) and self._keeps(submit.session_id, OwnerClass.SESSION)
-            self._still_holds = self._keeps(f"{submit.request_id}#{submit.placement}", *OwnerClass)
+            self._has_session = bool(submit.session_id) and self._holds(submit.session_id, OwnerClass.SESSION)
+            self._still_holds = self._holds(f"{submit.request_id}#{submit.placement}", *OwnerClass)
 
-    def _keeps(self, owner: str, *classes: OwnerClass) -> bool:
+    def _holds(self, owner: str, *classes: OwnerClass) -> bool:
         return any(one.owner_class in classes and one.owner_id == owner for one in self._core.holdings())
 
     def after(self, event: object, effects: Sequence[object], now: float) -> None:
@@ -212,7 +212,7 @@ class PlacementWatch:
             del self._open[key]
             if output.finish_reason or self._answered:
                 self.answered.add(placement.session_id)
-            elif placement.session_id and not self._keeps(placement.session_id):
+            elif placement.session_id and not self._holds(placement.session_id, OwnerClass.SESSION):
                 self.answered.discard(placement.session_id)  # the turn had what was kept, and nobody has it now
             over = self._unheard[key] = _Over(placement.gateway, now)
             self._remember(key, over)

@@ -250,7 +250,7 @@ class World:
         self.schedule.note(CONTROLLER, f"begins again with version {version}")
         # As a real one does, by the time that has passed: of seats that are gone nobody tells.
         self.controller.core.book.first_incarnation = max(self._ordered.values(), default=0) + 1
-        self.controller.rebuild(self._given, living)
+        self.controller.rebuild(self._ordered, living)
         for process in living:
             self._given[process.stamp.worker] = process.stamp.incarnation
         for worker in self._given.keys() - {process.stamp.worker for process in living}:
