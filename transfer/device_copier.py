@@ -25,6 +25,7 @@ import torch
 
 from baton.common.kv.layout import Component
 from baton.common.messages import MAX_REGION_UNITS
+from baton.transfer.digest import LINE_BYTES, Lines
 from baton.transfer.transports.base import Bytes, Rows
 
 DEPTH = 2
@@ -82,8 +83,10 @@ class _Track:
 class _Copy:
     """See Copying. It waits, is on its track, or is done."""
 
-    def __init__(self, owner: DeviceCopier, rows: Rows, host: Bytes, *, to_host: bool) -> None:
-        self.rows, self.host, self.to_host = rows, host, to_host
+    def __init__(
+        self, owner: DeviceCopier, rows: Rows, host: Bytes, *, to_host: bool, lines: Lines | None = None
+    ) -> None:
+        self.rows, self.host, self.to_host, self.lines = rows, host, to_host, lines
         self.ended = False
         self._owner = owner
 
@@ -127,6 +130,10 @@ class DeviceCopier:
         assert len(slot) == source.nbytes, (len(slot), source.nbytes)
         return self._start(_Copy(self, source, slot, to_host=True))
 
+    def gather_lines(self, source: Rows, lines: Lines, slot: Bytes) -> _Copy:
+        assert len(slot) == len(source.units) * lines.nbytes, (len(slot), source, lines)
+        return self._start(_Copy(self, source, slot, to_host=True, lines=lines))
+
     def scatter(self, target: Rows, data: Bytes) -> _Copy:
         assert len(data) == target.nbytes, (len(data), target.nbytes)
         return self._start(_Copy(self, target, data, to_host=False))
@@ -163,14 +170,19 @@ class DeviceCopier:
         units = copy.rows.units
         track.host_ids[: len(units)].numpy()[:] = units
         if copy.to_host:
-            track.stream.launch(lambda: self._gather(track, copy.rows, torch.from_numpy(copy.host)))
+            track.stream.launch(lambda: self._gather(track, copy.rows, copy.lines, torch.from_numpy(copy.host)))
         else:
             staged = self._pinned(track, copy.host)
             track.stream.launch(lambda: self._scatter(track, copy.rows, staged))
 
-    def _gather(self, track: _Track, source: Rows, slot: torch.Tensor) -> None:
-        ids, buffer = self._ids(track, source), track.buffer[: source.nbytes]
-        self._copy_rows(buffer.view(len(ids), -1), None, self._stretch(source), ids)
+    def _gather(self, track: _Track, source: Rows, lines: Lines | None, slot: torch.Tensor) -> None:
+        ids, buffer = self._ids(track, source), track.buffer[: len(slot)]
+        if lines is None:
+            self._copy_rows(buffer.view(len(ids), -1), None, self._stretch(source), ids)
+        else:  # small, and rows of rows: torch's own kernel does it as well
+            blocks = self._stretch(source).view(-1, lines.count, lines.apart)
+            line = blocks[:, :, lines.begin : lines.begin + LINE_BYTES]
+            torch.index_select(line, 0, ids, out=buffer.view(len(ids), lines.count, LINE_BYTES))
         slot.copy_(buffer, non_blocking=True)
 
     def _scatter(self, track: _Track, target: Rows, staged: torch.Tensor) -> None:

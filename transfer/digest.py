@@ -10,6 +10,7 @@ workers compare when they register.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
@@ -23,6 +24,21 @@ LINE_BYTES = 64
 BLOCK_BYTES = 4096
 _LEAST_BLOCK_BYTES = 512
 """Units that do not consist of blocks at least so large are read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What of each row is the sample: `count` lines of LINE_BYTES, the first one `begin` bytes behind the beginning of
+    the row, each `apart` bytes behind the one before."""
+
+    begin: int
+    apart: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one row."""
+        return self.count * LINE_BYTES
 
 
 class RegionDigest:
@@ -40,14 +56,22 @@ class RegionDigest:
         lines = self._lines(pool, seq)
         return digest_of_pages(pool, units) if lines is None else digest_of(lines[units])
 
-    def _lines(self, rows: Bytes, seq: int) -> Bytes | None:
-        """A view [units, blocks] of lines; None: all bytes count."""
-        block_bytes = gcd(rows.shape[1], BLOCK_BYTES)
+    def lines(self, row_bytes: int, seq: int) -> Lines | None:
+        """The sample, for who brings it from where it lies: `digest_of` its lines, row by row. None: all bytes count,
+        `digest_of` them."""
+        block_bytes = gcd(row_bytes, BLOCK_BYTES)
         if not self._sampled or block_bytes < _LEAST_BLOCK_BYTES:
             return None
-        lines = block_bytes // LINE_BYTES
+        return Lines(seq % (block_bytes // LINE_BYTES) * LINE_BYTES, block_bytes, row_bytes // block_bytes)
+
+    def _lines(self, rows: Bytes, seq: int) -> Bytes | None:
+        """A view [units, blocks] of lines; None: all bytes count."""
+        lines = self.lines(rows.shape[1], seq)
+        if lines is None:
+            return None
         # Void items: numpy copies each in one piece.
-        return rows.view(f"V{LINE_BYTES}").reshape(len(rows), -1, lines)[:, :, seq % lines]
+        items = rows.view(f"V{LINE_BYTES}").reshape(len(rows), lines.count, -1)
+        return items[:, :, lines.begin // LINE_BYTES]
 
 
 def digest_of(data: Bytes) -> int:

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from baton.common.kv.layout import Component
 from baton.transfer.copying import copy_rows
+from baton.transfer.digest import LINE_BYTES, Lines
 from baton.transfer.transports.base import Bytes, Rows
 
 
@@ -44,8 +45,13 @@ class PoolCopier(Protocol):
         """Fills `slot`, of exactly `source.nbytes` bytes, with the rows one after the other."""
         ...
 
+    def gather_lines(self, source: Rows, lines: Lines, slot: Bytes) -> Copying:
+        """Fills `slot` with the same lines of each row, one row after the other."""
+        ...
+
     def scatter(self, target: Rows, data: Bytes) -> Copying:
-        """The other way. `data` may be memory of a lane instead of a slot; it is held until the copy is done."""
+        """The other way of `gather`. `data` may be memory of a lane instead of a slot; it is held until the copy is
+        done."""
         ...
 
     def close(self) -> None:
@@ -79,6 +85,13 @@ class HostCopier:
 
     def gather(self, source: Rows, slot: Bytes) -> Copying:
         copy_rows(slot.reshape(len(source.units), -1), None, self._bytes_of(source), source.units)
+        return DONE
+
+    def gather_lines(self, source: Rows, lines: Lines, slot: Bytes) -> Copying:
+        rows = self._bytes_of(source)
+        for place, first in enumerate(range(lines.begin, source.row_bytes, lines.apart)):
+            lined_up = slot.reshape(len(source.units), lines.count, LINE_BYTES)
+            lined_up[:, place] = rows[source.units, first : first + LINE_BYTES]
         return DONE
 
     def scatter(self, target: Rows, data: Bytes) -> Copying:

@@ -25,7 +25,7 @@ from baton.common.ids import HandoffKey
 from baton.common.kv.layout import Component
 from baton.common.kv.page_layout import PageLayout
 from baton.common.messages import Chunk, unpack_tokens
-from baton.transfer.digest import RegionDigest
+from baton.transfer.digest import RegionDigest, digest_of
 from baton.transfer.plan import NO_LAYERS, Cut, Span, layers_of_part, pieces_of_state, stretch_of
 from baton.transfer.pool_copier import Copying, PoolCopier
 from baton.transfer.transports.base import Bytes, Rows, UnitIds
@@ -150,6 +150,19 @@ class Scattering:
 Scatter = Scattered | Damaged | NotMine
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a region's digest is made of, on its way out of pages that the host cannot address, into a slot."""
+
+    copying: Copying
+    data: Bytes
+
+    def digest(self) -> int:
+        """Once it is there."""
+        assert self.copying.done()
+        return digest_of(self.data)
+
+
 class StagingHandler:
     """Has regions copied between staging memory and the units of each component's pool, each of `layers`."""
 
@@ -245,19 +258,33 @@ class StagingHandler:
         """It is done, and its hand-off is still registered."""
         return self._note_landed(scattering.key, scattering.chunk, scattering.started_s)
 
-    def verify_placed(self, key: HandoffKey, chunk: Chunk, started: float | None = None) -> Scatter:
+    def verify_placed(
+        self, key: HandoffKey, chunk: Chunk, started: float | None = None, reading: Reading | None = None
+    ) -> Scatter:
         """The same for a lane that has put the bytes into the units itself: they are the hand-off's and hold nothing
-        yet, so they may hold a damaged region until it comes again. `started` is when the copy began, if it was one."""
+        yet, so they may hold a damaged region until it comes again. `started` is when the copy began, if it was one.
+        `reading` has been read from the units since, where they are not host memory."""
         target = self.destination_of(key, chunk)
         if not isinstance(target, Rows):
             return target
-        if self.digest(target, chunk.seq) != chunk.digest:
+        digest = self.digest(target, chunk.seq) if reading is None else reading.digest()
+        if digest != chunk.digest:
             return Damaged("digest differs")
         return self._note_landed(key, chunk, time.perf_counter() if started is None else started)
 
     def digest(self, rows: Rows, seq: int) -> int:
         """Of what travels as region `seq`."""
         return self._digest.of_pages(rows.of(self.copier.host_pools[rows.component]), rows.units, seq)
+
+    def read_for_digest(self, rows: Rows, seq: int, slot: Bytes) -> Reading:
+        """The same where the host cannot address the pools: begins to bring what counts into `slot`, which has room
+        for all of the region."""
+        lines = self._digest.lines(rows.row_bytes, seq)
+        if lines is None:
+            data = slot[: rows.nbytes]
+            return Reading(self.copier.gather(rows, data), data)
+        data = slot[: len(rows.units) * lines.nbytes]
+        return Reading(self.copier.gather_lines(rows, lines, data), data)
 
     def digest_staged(self, rows: Rows, data: Bytes, seq: int) -> int:
         """The same, of their gathered bytes."""

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from baton.common.kv.layout import Component
+from baton.transfer.device_copier import DeviceCopier
 from baton.transfer.digest import BLOCK_BYTES, LINE_BYTES, RegionDigest
+from baton.transfer.pool_copier import HostCopier
+from baton.transfer.staging import StagingHandler
+from baton.transfer.testing_device import LateDevice, copy_rows_torch
+from baton.transfer.transports.base import Rows
 
 SAMPLED, FULL = RegionDigest("sampled"), RegionDigest("full")
 LINES = BLOCK_BYTES // LINE_BYTES
@@ -14,6 +21,10 @@ PAGES = np.array([5, 6, 2, 9], dtype=np.int32)
 
 def pool(unit_bytes: int) -> np.ndarray:
     return np.random.default_rng(unit_bytes).integers(0, 256, (12, unit_bytes), dtype=np.uint8)
+
+
+def as_tensors(pools: dict[Component, np.ndarray]) -> dict[Component, torch.Tensor]:
+    return {component: torch.from_numpy(memory) for component, memory in pools.items()}
 
 
 def gathered(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
@@ -43,6 +54,34 @@ def test_a_part_of_every_page_is_read_alone(digest: RegionDigest, begin: int, en
     assert found == digest.of_pages(part, PAGES, 5)
     part ^= 1
     assert found != digest.of_pages(part, PAGES, 5)
+
+
+@pytest.mark.parametrize("digest", [SAMPLED, FULL])
+@pytest.mark.parametrize(("begin", "end"), [(0, 3 * 4096), (4096, 12288), (8, 24), (512, 1536), (1024, 3072)])
+def test_what_is_read_of_pages_that_the_host_cannot_address_agrees_with_them(
+    digest: RegionDigest, begin: int, end: int
+) -> None:
+    memory, region_bytes = pool(3 * 4096), len(PAGES) * 3 * 4096
+    device = LateDevice()
+    pools = {Component.FULL: memory}
+    for copier in (HostCopier(pools), DeviceCopier(as_tensors(pools), copy_rows_torch, device, region_bytes)):
+        slot = np.zeros(region_bytes, dtype=np.uint8)
+        copier.use_staging(slot)
+        handler = StagingHandler(copier, digest)
+        for seq in (0, 5, 64):
+            reading = handler.read_for_digest(Rows(Component.FULL, PAGES, begin, end), seq, slot)
+            while not reading.copying.done():
+                pass
+            assert reading.digest() == digest.of_pages(memory[:, begin:end], PAGES, seq)
+    assert device.launched == 3
+
+
+def test_of_a_sample_only_its_lines_are_read() -> None:
+    memory, slot = pool(3 * 4096), np.zeros(1 << 16, dtype=np.uint8)
+    reading = StagingHandler(HostCopier({Component.FULL: memory}), SAMPLED).read_for_digest(
+        Rows(Component.FULL, PAGES, 0, 3 * 4096), 7, slot
+    )
+    assert len(reading.data) == len(PAGES) * 3 * LINE_BYTES
 
 
 def test_a_block_in_the_wrong_place_is_found_at_once() -> None:
