@@ -2,12 +2,15 @@
 
 Owns: one stream, the events of copies under way, and a hold on the device's primary context (torch's own). Never: an
 allocation, or a wait but in `IpcCopy.wait` and where an event
-cannot be recorded. All calls come from the thread that made it. Not yet run on a GPU.
+cannot be recorded. Calls come from one thread at a time, which need not be the one that made it: a context is a
+thread's own, and is set for each that calls. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Sequence
 from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
@@ -53,6 +56,8 @@ class CudaIpc:
 
     def __init__(self, ordinal: int) -> None:
         self._driver = _load()
+        self._context: c_void_p | None = None  # none is needed yet
+        self._current_in: int | None = None  # the thread whose context it is
         self._must("cuInit", 0)
         device, context, self._stream = c_int(), c_void_p(), c_void_p()
         self._must("cuDeviceGet", byref(device), ordinal)
@@ -60,7 +65,7 @@ class CudaIpc:
         self._must("cuDeviceGetUuid", uuid, device)
         self._uuid = uuid.raw
         self._must("cuDevicePrimaryCtxRetain", byref(context), device)
-        self._must("cuCtxSetCurrent", context)
+        self._context = context
         self._must("cuStreamCreate", byref(self._stream), _NON_BLOCKING)
 
     def device_id(self) -> bytes:
@@ -76,7 +81,9 @@ class CudaIpc:
             raise IpcRefused(f"{error}: {way_out}") from error
         return Exported(bytes(handle), pointer - base)
 
-    def open(self, handle: bytes) -> Mapped:
+    def open(self, handle: bytes, owner: int) -> Mapped:
+        if owner == os.getpid():
+            raise IpcRefused("this process itself: CUDA opens handles of other processes only")
         base = c_uint64()
         self._must("cuIpcOpenMemHandle_v2", byref(base), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         try:
@@ -103,7 +110,7 @@ class CudaIpc:
 
     def query(self, event: c_void_p) -> str | None:
         """None: under way. An error of the driver's is of its whole context, where nothing runs any more."""
-        status: int = self._driver.cuEventQuery(event)
+        status = self._status("cuEventQuery", event)
         return None if status == _NOT_READY else self._name(status)
 
     def synchronize(self, event: c_void_p) -> str:
@@ -125,8 +132,20 @@ class CudaIpc:
 
     def _call(self, name: str, *arguments: object) -> str:
         """Empty when it went well."""
-        failure = self._name(getattr(self._driver, name)(*arguments))
+        failure = self._name(self._status(name, *arguments))
         return f"{name}: {failure}" if failure else ""
+
+    def _status(self, name: str, *arguments: object) -> int:
+        """Raises IpcRefused, the call not made, where the context cannot be had: no answer of the driver's, who might
+        seem to say that a copy is over."""
+        thread = threading.get_ident()
+        if self._context is not None and self._current_in != thread:
+            failure = self._name(self._driver.cuCtxSetCurrent(self._context))
+            if failure:
+                raise IpcRefused(f"cuCtxSetCurrent: {failure}")
+            self._current_in = thread
+        answer: int = getattr(self._driver, name)(*arguments)
+        return answer
 
     def _name(self, status: int) -> str:
         if status == 0:

@@ -5,7 +5,7 @@ Owns: what is said of such a pool (`share_pool`), the proofs before one is opene
 hand-off: whoever copies holds a grant of the source, as on `local`.
 
 Invariants. I1: a handle is used only after its owner has named this host, this user and a device that is the same as
-ours, in a process that is another one. I2: every read lies within what the driver says was mapped, whatever was
+ours. I2: every read lies within what the driver says was mapped, whatever was
 announced. I3: a mapping is closed once, when no copy reads it any more; copies that have begun cannot be called back.
 
 A handle is of an allocation, not of a pool: a pool that lies within a larger one is at `offset` of it, and whoever
@@ -80,8 +80,8 @@ class IpcDevice(Protocol):
         """Raises IpcRefused for memory that has no handle."""
         ...
 
-    def open(self, handle: bytes) -> Mapped:
-        """Raises IpcRefused for a handle that opens nothing."""
+    def open(self, handle: bytes, owner: int) -> Mapped:
+        """`owner`: who has said that it is of its memory. Raises IpcRefused for a handle that opens nothing here."""
         ...
 
     def close(self, mapped: Mapped) -> None: ...
@@ -120,7 +120,7 @@ class PeerPool:
     def __init__(self, device: IpcDevice, address: IpcAddress, ours: OwnPool) -> None:
         self._device, self._ours = device, ours
         handle, offset, self.units = _checked(device, address, ours)
-        self._mapped = device.open(handle)
+        self._mapped = device.open(handle, owner_of(address))
         if offset + self.units * ours.unit_bytes > self._mapped.nbytes:
             device.close(self._mapped)
             told = f"{self.units} units of {ours.unit_bytes} bytes at {offset}"
@@ -178,20 +178,28 @@ class PeerPool:
         ]
 
 
+def owner_of(address: IpcAddress) -> int:
+    """The process that the pool is of, which is one of this host, user and PID namespace. Raises IpcRefused."""
+    try:
+        host, pid = str(address["host"]), int(address["pid"])
+    except (KeyError, ValueError) as error:
+        raise IpcRefused("its address makes no sense") from error
+    if host != host_id():
+        raise IpcRefused("another host, pid namespace or user")
+    return pid
+
+
 def _checked(device: IpcDevice, address: IpcAddress, ours: OwnPool) -> tuple[bytes, int, int]:
     """Handle, offset and units. Raises IpcRefused."""
+    owner_of(address)
     try:
-        host, pid, unit_bytes = str(address["host"]), int(address["pid"]), int(address["unit_bytes"])
+        unit_bytes = int(address["unit_bytes"])
         its_device, handle = bytes.fromhex(str(address["device"])), bytes.fromhex(str(address["handle"]))
         offset, units = int(address["offset"]), int(address["units"])
     except (KeyError, ValueError) as error:
         raise IpcRefused("its address makes no sense") from error
     if len(handle) != HANDLE_BYTES or len(its_device) != DEVICE_BYTES or offset < 0 or units < 1:
         raise IpcRefused("its address makes no sense")
-    if host != host_id():
-        raise IpcRefused("another host, pid namespace or user")
-    if pid == os.getpid():
-        raise IpcRefused("this process itself: CUDA opens handles of other processes only")
     if its_device != device.device_id():
         raise IpcRefused(f"its pool is on device {its_device.hex()}, ours on {device.device_id().hex()}")
     if unit_bytes != ours.unit_bytes:

@@ -45,7 +45,8 @@ class HostIpc:
                 return Exported(_HANDLE.pack(os.getpid(), block.fd, block.memory.nbytes, block.nonce), offset)
         raise IpcRefused("no handle for this memory")
 
-    def open(self, handle: bytes) -> Mapped:
+    def open(self, handle: bytes, owner: int) -> Mapped:
+        """Also of this process: two ends of a test."""
         pid, fd, nbytes, nonce = _HANDLE.unpack(handle)
         try:
             view = SharedView(pid, fd, nonce, nbytes)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import get_ident
 
 import numpy as np
 import pytest
 
 from baton.common.shared_memory import SharedBlock
+from baton.transfer import cuda_ipc
 from baton.transfer.cuda_ipc import CudaIpc
 from baton.transfer.device_ipc import IpcAddress, IpcCopy, IpcRefused, OwnPool, PeerPool, share_pool
 from baton.transfer.testing_ends import random_pool
@@ -128,7 +131,6 @@ def test_some_layers_of_pages_leave_the_others_alone(source: Source, sink: Sink)
         ({"units": 0}, "makes no sense"),
         ({"units": "x"}, "makes no sense"),
         ({"unit_bytes": 8192}, "has 8192 bytes"),
-        ({"pid": os.getpid()}, "this process itself"),
     ],
 )
 def test_a_pool_that_is_not_proven_is_not_opened(source: Source, sink: Sink, changes: IpcAddress, reason: str) -> None:
@@ -225,3 +227,52 @@ def test_without_a_driver_it_says_so() -> None:
             CudaIpc(0)
     else:
         pytest.skip("there is a driver: make gpu-check")
+
+
+class Driver:
+    """The driver's calls, as (thread, name); all of them go well."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: object) -> int:
+            self.calls.append((get_ident(), name))
+            return 0
+
+        return call
+
+    def take(self) -> list[tuple[int, str]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(cuda_ipc, "_load", lambda: made)
+    return made
+
+
+def test_each_thread_that_calls_the_driver_has_its_context(driver: Driver) -> None:
+    device, here = CudaIpc(0), get_ident()
+    names = [name for _, name in driver.take()]
+    assert names.index("cuCtxSetCurrent") < names.index("cuStreamCreate")
+    with ThreadPoolExecutor(1) as pool:  # as the I/O thread, which is not the one that loads
+        there = pool.submit(get_ident).result()
+        for _ in range(2):
+            pool.submit(lambda: device.copy([(0, 0, 1)]).ended()).result()
+    calls = driver.take()
+    assert {thread for thread, _ in calls} == {there}
+    assert [name for _, name in calls].count("cuCtxSetCurrent") == 1
+    assert calls[0] == (there, "cuCtxSetCurrent")
+    device.copy([(0, 0, 1)]).wait()
+    assert driver.take()[0] == (here, "cuCtxSetCurrent")
+
+
+def test_a_handle_of_this_process_is_not_opened(driver: Driver) -> None:
+    device = CudaIpc(0)
+    driver.take()
+    with pytest.raises(IpcRefused, match="this process itself"):
+        device.open(bytes(64), os.getpid())
+    assert not driver.take()
