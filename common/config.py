@@ -27,6 +27,9 @@ FAKE_MODEL = "fake"
 """The model that needs no weights: its tokens are hashes of the pages it reads (`engine/fake_runner.py`)."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 LANES = ("local", "ucx", "tcp", "zmq")
+"""What a worker has unless it is told otherwise."""
+DEVICE_LANES = ("cuda_ipc",)
+"""What it has if it is told to, and its pools lie on a GPU."""
 MAX_TCP_STREAMS = 16
 LaneChoice = Literal["measured", "order"]
 DigestKind = Literal["sampled", "full"]
@@ -137,6 +140,7 @@ class DecodeConfig(ByName):
 class LaneCapsConfig(ByName):
     """Gigabytes (1e9) per second on each lane, in each direction; 0: no limit."""
 
+    cuda_ipc: float = 0.0
     local: float = 0.0
     ucx: float = 0.0
     tcp: float = 0.0
@@ -145,7 +149,8 @@ class LaneCapsConfig(ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig(ByName):
-    lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq"
+    lanes: tuple[str, ...] = LANES  # in order of preference; the last resort is always "zmq". cuda_ipc, between
+    # workers on one GPU, has to be named (not yet run on one)
     lane_choice: LaneChoice = "measured"  # measured: a lane that is clearly faster comes before the order
     staging_ring_bytes: int = 64 << 20  # receiver-owned
     region_bytes: int = 4 << 20  # most bytes in one region, and the size of a staging slot

@@ -12,6 +12,7 @@ import math
 import re
 
 from baton.common.config import (
+    DEVICE_LANES,
     FAKE_MODEL,
     LANES,
     MAX_PAGES,
@@ -45,12 +46,15 @@ def validate(config: ClusterConfig) -> None:
     if config.kv.page_size not in PAGE_SIZES:
         raise ConfigError("kv.page_size", config.kv.page_size, f"must be one of {', '.join(map(str, PAGE_SIZES))}")
     for lane in config.transfer.lanes:
-        if lane not in LANES:
-            near = difflib.get_close_matches(lane, LANES, n=1)
+        if lane not in (*LANES, *DEVICE_LANES):
+            near = difflib.get_close_matches(lane, (*LANES, *DEVICE_LANES), n=1)
             raise ConfigError("transfer.lanes", lane, "no such lane", f"did you mean {near[0]}?" if near else "")
     if not config.transfer.lanes:
         raise ConfigError(
-            "transfer.lanes", config.transfer.lanes, "at least one lane is needed", f"of {', '.join(LANES)}"
+            "transfer.lanes",
+            config.transfer.lanes,
+            "at least one lane is needed",
+            f"of {', '.join((*LANES, *DEVICE_LANES))}",
         )
     if config.transfer.staging_ring_bytes < config.transfer.region_bytes * config.transfer.credit_regions:
         raise ConfigError(

@@ -5,14 +5,15 @@ turn. Never: a decision about a hand-off, a control frame, or a wait: everything
 one owner thread, in portions, so that timers and heartbeats are never late.
 
 A fence waits for copies of its hand-off that have begun and are not done, which there are where pools lie on a device
-(`pool_copier.py`); else it is immediate, since this thread is the only one that copies into or out of pages. What a
-transport may still touch is a staging slot, and that stays leased (quarantined) until its operation has ended.
+(`pool_copier.py`, and pulls that end later); else it is immediate, since this thread is the only one that copies into
+or out of pages. What a transport may still touch is a staging slot, and that stays leased (quarantined) until its
+operation has ended.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import assert_never
@@ -48,7 +49,7 @@ from baton.transfer.session.effects import (
 from baton.transfer.session.ledger import handoff_name
 from baton.transfer.staging import StagingHandler, unit_rows
 from baton.transfer.stalls import STALLED_S
-from baton.transfer.transports.base import DirectTransport, PullTransport, StagedTransport
+from baton.transfer.transports.base import DirectTransport, LatePullTransport, PullTransport, StagedTransport
 
 TURN_S = 0.004
 """About as long the copies of one `poll` may take; at least one is made."""
@@ -70,10 +71,10 @@ class DataPlaneSnapshot:
 
 
 class DataPlane:
-    """See the module. `staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders
-    them. `copier` knows the pools of `memory`; without one they are host memory, and with one that does not reach them
-    from the host there are staged lanes alone. Raises ConfigError when there are such and a page is larger than their
-    slots."""
+    """See the module. `staged`, `direct`, `pull` and `late` are the lanes that this process has; `config.lanes` orders
+    them, and `missing` says why others of those are not here. `copier` knows the pools of `memory`; without one they
+    are host memory, and with one that does not reach them from the host there are lanes with slots alone (staged and
+    late). Raises ConfigError when there are such and a page is larger than their slots."""
 
     def __init__(
         self,
@@ -84,13 +85,15 @@ class DataPlane:
         direct: Sequence[DirectTransport] = (),
         copier: PoolCopier | None = None,
         stalled_s: float = STALLED_S,
+        late: Sequence[LatePullTransport] = (),
+        missing: Mapping[str, str] | None = None,
     ) -> None:
         self._copier = copier or HostCopier(unit_rows(memory))
         assert self._copier.host_pools or not (pull or direct), "lanes without slots need pools in host memory"
         handler = StagingHandler(self._copier, RegionDigest(config.digest), memory.layers, memory)
-        for component in memory.layout.components if staged else ():
+        for component in memory.layout.components if staged or late else ():
             _check_unit_fits(component, handler.unit_bytes(component), config.region_bytes)
-        self._lanes = PeerLanes(config, staged, direct, pull)
+        self._lanes = PeerLanes(config, staged, direct, pull, late, missing)
         self._events: list[DataEvent] = []
         self.trace: Recorder | None = None  # of this thread: gets every copy
         numbers = count(1)

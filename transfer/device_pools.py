@@ -1,4 +1,4 @@
-"""The copier of a worker whose pools lie on a GPU. Owns nothing; not yet run on hardware."""
+"""The copier, and the lane of its own, of a worker whose pools lie on a GPU. Owns nothing; not yet run on hardware."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from baton.common.engine.batch import KvMemory
 from baton.common.kv.layout import Component
 from baton.common.kv.torch_buffer import TorchKvBuffer
 from baton.transfer.cuda_device import CudaDevice
+from baton.transfer.cuda_ipc import CudaIpc
 from baton.transfer.device_copier import Device, DeviceCopier, RowCopy
+from baton.transfer.device_ipc import IpcDevice, OwnPool
+from baton.transfer.transports.cuda_ipc import CudaIpcTransport
 from baton.transfer.triton_rows import copy_rows_on_device, warm_up
 
 
@@ -20,6 +23,17 @@ def device_pools(memory: KvMemory) -> dict[Component, torch.Tensor]:
         pools[component] = buffer.units()
     assert len({pool.device for pool in pools.values()}) == 1, "pools of several devices"
     return pools
+
+
+def cuda_ipc_lane(memory: KvMemory) -> CudaIpcTransport:
+    """Raises IpcRefused where the driver does not share these pools."""
+    place = next(iter(device_pools(memory).values())).device
+    return ipc_lane(memory, CudaIpc(place.index or 0))
+
+
+def ipc_lane(memory: KvMemory, device: IpcDevice) -> CudaIpcTransport:
+    pools = device_pools(memory).items()
+    return CudaIpcTransport(device, {component: OwnPool(pool.data_ptr(), *pool.shape) for component, pool in pools})
 
 
 def cuda_copier(memory: KvMemory, region_bytes: int) -> DeviceCopier:

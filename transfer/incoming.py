@@ -1,8 +1,11 @@
 """The receiving half of the data plane: gives hand-offs their lane and their slots, and lands regions in their pages.
 
 Owns: the ring of receive slots, the hand-offs that wait for a lane or a slot and those that may land something, regions
-that wait to be asked for (`region_queue.py`), receives and scatters under way. Never: a decision about a hand-off, or a
-page that is not registered (`staging.StagingHandler` sees to that).
+that wait to be asked for (`region_queue.py`), receives, scatters and late pulls under way. Never: a decision about a
+hand-off, or a page that is not registered (`staging.StagingHandler` sees to that).
+
+Invariant. A scatter or a late pull cannot be called back: until it is done its hand-off is not fenced, and its slot not
+free, whatever becomes of hand-off, peer and lane meanwhile.
 """
 
 from __future__ import annotations
@@ -33,13 +36,14 @@ from baton.transfer.slot_shares import SlotShares
 from baton.transfer.staging import (
     Damaged,
     NotMine,
+    Reading,
     Scatter,
     Scattered,
     Scattering,
     SlotLease,
 )
 from baton.transfer.stalls import Stalls
-from baton.transfer.transports.base import Ended, OperationEnd, Placed, Received, Rows
+from baton.transfer.transports.base import Ended, OperationEnd, Placed, PullFailed, Pulling, Received, Rows
 
 WINDOW_REGIONS = 2
 """So many full regions of one peer are asked for at a time on a lane: enough to keep it busy, and not so many that a
@@ -85,6 +89,19 @@ class _Scatter:
     scattering: Scattering
 
 
+@dataclass(slots=True)
+class _Pull:
+    """A region on its way from the source's pages into ours; then (`reading`) what its digest is made of, from there
+    into its slot."""
+
+    receive: _Receive
+    pulling: Pulling
+    reading: Reading | None = None
+
+    def done(self) -> bool:
+        return self.pulling.done() if self.reading is None else self.reading.copying.done()
+
+
 class Incoming:
     def __init__(self, parts: PlaneParts) -> None:
         config, caps = parts.config, parts.new_caps()
@@ -104,6 +121,7 @@ class Incoming:
         self._ops: dict[int, _Receive] = {}
         self._stalls = Stalls(parts.stalled_s)
         self._scatters: list[_Scatter] = []
+        self._pulls: list[_Pull] = []
 
     # ----------------------------------------------------------------------------------------- effects
 
@@ -113,12 +131,12 @@ class Incoming:
         self._grant_slots(now)
 
     def land(self, effect: LandRegion, now: float) -> None:
-        """Queues it; receives that may start do so at once, pulls in their turn (`step`)."""
+        """Queues it; receives and late pulls that may start do so at once, other pulls in their turn (`step`)."""
         chunk = effect.chunk
         target = self._handler.destination_of(effect.key, chunk)
         if not isinstance(target, Rows):
             self._answer_landed(effect, target, now)
-        elif effect.lane in self._lanes.staged and chunk.nbytes > self.ring.slot_bytes:
+        elif effect.lane in self._lanes.slotted and chunk.nbytes > self.ring.slot_bytes:
             self._fail(effect, f"region of {chunk.nbytes} bytes is larger than a slot", False, now)
         else:
             holds = 0 if effect.lane in self._lanes.pull else target.nbytes
@@ -141,7 +159,7 @@ class Incoming:
         self._grant_slots(now)
 
     def close(self, key: HandoffKey, now: float) -> None:
-        assert not self._is_scattering(key), f"{key} is complete, and a region of it is not"
+        assert not self._is_copying(key), f"{key} is complete, and a region of it is not"
         self._forget(key)
         self._grant_slots(now)
 
@@ -166,7 +184,7 @@ class Incoming:
                 lost = not self._lanes.knows(effect.peer)
                 self._forget(effect.key)
                 self._answer(SinkNotPrepared(effect.key, failure, peer_lost=lost))
-            case Chosen(lane) if lane not in self._lanes.staged:
+            case Chosen(lane) if lane not in self._lanes.slotted:
                 self._open(effect, chosen, self._config.credit_regions)
             case Chosen(lane) if effect.key not in self._shares:
                 want = sum(-(-span.units // self._region_units(span.component, lane)) for span in effect.spans)
@@ -179,7 +197,7 @@ class Incoming:
             key, count = granted
             effect = self._waiting[key]
             chosen = self._lanes.choose(effect.peer, now)
-            if isinstance(chosen, Chosen) and chosen.lane in self._lanes.staged:
+            if isinstance(chosen, Chosen) and chosen.lane in self._lanes.slotted:
                 self.ring.reserve(key, count)
                 self._open(effect, chosen, count)
             else:  # its lane went while it waited
@@ -187,7 +205,7 @@ class Incoming:
                 self._place(effect, now)
 
     def _open(self, effect: PrepareSink, chosen: Chosen, credit: int) -> None:
-        if chosen.lane not in self._lanes.staged:
+        if chosen.lane not in self._lanes.slotted:
             self._shares.close(effect.key)
         del self._waiting[effect.key]
         self._handler.register_decode_req(effect.key, effect.spans, self._lanes.layout_of(effect.peer))
@@ -199,7 +217,7 @@ class Incoming:
 
     def _region_units(self, component: Component, lane: str) -> int:
         """Most in a region. One at least: without slots a region of one unit may be larger than what is said."""
-        most = self._config.region_bytes if lane in self._lanes.staged else self._config.direct_region_bytes
+        most = self._config.region_bytes if lane in self._lanes.slotted else self._config.direct_region_bytes
         return max(1, min(most // self._handler.unit_bytes(component), MAX_REGION_UNITS))
 
     def _queue_of(self, lane: str) -> RegionQueue[_Wanted]:
@@ -210,9 +228,11 @@ class Incoming:
     # ----------------------------------------------------------------------------------------- regions
 
     def step(self, now: float) -> bool:
-        """Asks for what may be asked for, ends scatters, and pulls one region. False: none waits."""
+        """Asks for what may be asked for, goes on with copies, and pulls one region. False: none waits."""
         if self._scatters:
             self._end_scatters(now)
+        if self._pulls:
+            self._go_on_pulling(now)
         self._start_receives(now)
         for lane, peer in self._stalls.look(now):
             self._fail_on(lane, peer, now)
@@ -224,7 +244,10 @@ class Incoming:
     def _start_receives(self, now: float) -> None:
         for queue in (self._to_receive, self._to_place):
             while (wanted := queue.take(now)) is not None:
-                self._receive(wanted)
+                if wanted.effect.lane in self._lanes.late:
+                    self._begin_pull(wanted, now)
+                else:
+                    self._receive(wanted)
 
     def _fail_on(self, lane: str, peer: Stamp, now: float) -> None:
         """All that waits there for what does not come."""
@@ -240,10 +263,14 @@ class Incoming:
             self._ops[op] = _Receive(wanted, None, time.perf_counter())
             self._lanes.direct[effect.lane].receive(op, effect.peer, effect.tag, wanted.target)
         else:
-            lease = self.ring.lease(effect.key, effect.chunk.seq)
-            assert lease is not None, f"{effect.key}: more regions under way than slots were promised"
+            lease = self._lease(effect)
             self._ops[op] = _Receive(wanted, lease, time.perf_counter())
             self._lanes.staged[effect.lane].receive(op, effect.peer, effect.tag, lease.view[: effect.chunk.nbytes])
+
+    def _lease(self, effect: LandRegion) -> SlotLease:
+        lease = self.ring.lease(effect.key, effect.chunk.seq)
+        assert lease is not None, f"{effect.key}: more regions under way than slots were promised"
+        return lease
 
     def on_operation(self, event: OperationEnd, now: float) -> bool:
         """An operation has ended, so its memory is ours again. Whoever started it may be gone. False: not ours."""
@@ -289,17 +316,57 @@ class Incoming:
                 self._end_receive(scatter.receive, None, now)
                 self._answer_fenced(key)
 
+    def _begin_pull(self, wanted: _Wanted, now: float) -> None:
+        effect, receive = wanted.effect, _Receive(wanted, self._lease(wanted.effect), time.perf_counter())
+        source = replace(wanted.target, units=unpack_tokens(effect.chunk.source_pages))
+        pulling = self._lanes.late[effect.lane].begin_pull(effect.peer, source, wanted.target)
+        if isinstance(pulling, PullFailed):
+            self._end_late(receive, None, now)
+            self._fail(effect, pulling.reason, pulling.peer_lost, now)
+        else:
+            self._pulls.append(_Pull(receive, pulling))
+
+    def _go_on_pulling(self, now: float) -> None:
+        """Reads back what is to be compared of each region that has come, and lands it when that is here. Of a hand-off
+        that was fenced meanwhile the end of either copy ends the fence."""
+        for pull in [pull for pull in self._pulls if pull.done()]:
+            receive, effect = pull.receive, pull.receive.wanted.effect
+            if effect.key not in self._sinks:
+                self._pulls.remove(pull)
+                self._end_late(receive, None, now)
+                self._answer_fenced(effect.key)
+            elif pull.reading is not None:
+                self._pulls.remove(pull)
+                self._note_moved(effect, receive.started_s)
+                outcome = self._handler.verify_placed(effect.key, effect.chunk, receive.started_s, pull.reading)
+                self._end_late(receive, outcome, now)
+            elif (failed := pull.pulling.failed) is not None:
+                self._pulls.remove(pull)
+                self._end_late(receive, None, now)
+                self._fail(effect, failed.reason, failed.peer_lost, now)
+            else:
+                assert receive.lease is not None
+                rows, slot = receive.wanted.target, receive.lease.view
+                pull.reading = self._handler.read_for_digest(rows, effect.chunk.seq, slot)
+
+    def _end_late(self, receive: _Receive, outcome: Scatter | None, now: float) -> None:
+        """`_end_receive`, of a late pull."""
+        effect = receive.wanted.effect
+        self._to_receive.ended(effect.lane, effect.peer, receive.wanted.target.nbytes)
+        self._end_receive(receive, outcome, now)
+
     def _answer_fenced(self, key: HandoffKey) -> None:
-        """Not before the last scatter has let go of the pages."""
-        if not self._is_scattering(key):
+        """Not before the last copy has let go of the pages."""
+        if not self._is_copying(key):
             self._answer(SinkFenced(key))
 
-    def _is_scattering(self, key: HandoffKey) -> bool:
-        return any(scatter.receive.wanted.effect.key == key for scatter in self._scatters)
+    def _is_copying(self, key: HandoffKey) -> bool:
+        receives = [copy.receive for copies in (self._scatters, self._pulls) for copy in copies]
+        return any(receive.wanted.effect.key == key for receive in receives)
 
     def _trade_slots(self, effect: LandRegion) -> int:
         """How many regions more may come after this one has landed."""
-        if effect.lane not in self._lanes.staged:
+        if effect.lane not in self._lanes.slotted:
             return 1
         slots = self._shares.landed(effect.key, self.ring.free)
         if slots == 0:
@@ -374,10 +441,10 @@ class Incoming:
 
     @property
     def copying(self) -> bool:
-        """A scatter is under way, whose end nothing announces."""
-        return bool(self._scatters)
+        """A copy is under way, whose end nothing announces."""
+        return bool(self._scatters or self._pulls)
 
     @property
     def operations(self) -> int:
         """Regions on their way into a slot, or into pages."""
-        return len(self._ops) + len(self._scatters)
+        return len(self._ops) + len(self._scatters) + len(self._pulls)

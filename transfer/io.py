@@ -133,9 +133,17 @@ class _HandOffs:
         self.receives_from = "prefill" if role == "decode" else "decode" if returns else ""
         stalled_s = config.liveness.dead_after_s + BEHIND_SILENCE_S
         self.data = DataPlane(
-            config.transfer, memory, built.staged, built.pull, built.direct, built.copier, stalled_s=stalled_s
+            config.transfer,
+            memory,
+            built.staged,
+            built.pull,
+            built.direct,
+            built.copier,
+            stalled_s=stalled_s,
+            late=built.late,
+            missing=built.missing,
         )
-        names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct)]
+        names = [transport.lane for transport in (*built.staged, *built.pull, *built.direct, *built.late)]
         pieces = state_pieces_of(memory)
         self.endpoint = Endpoint(
             stamp,

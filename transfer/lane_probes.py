@@ -23,10 +23,13 @@ from baton.common.kv.layout import Component
 from baton.common.messages import Probe, ProbeReady
 from baton.transfer.peer_lanes import PeerLanes
 from baton.transfer.staging import SlotLease, StagingRing
-from baton.transfer.transports.base import Ended, OperationEnd, Rows
+from baton.transfer.transports.base import Ended, OperationEnd, PullFailed, Rows
 
 PROBE_BYTES = 512 << 10
 PROBE_ROUNDS = 3
+PROBE_WATCH_S = 0.002
+"""So long one round of a pull that ends later is watched. One that takes longer says nothing of the lane: what other
+work the device has is not known here. Then the order of lanes counts."""
 PROBE_TIMEOUT_S = 2.0
 """For all rounds at the receiver, and for one at the source."""
 PROBE_TRIES = 3
@@ -136,17 +139,30 @@ class LaneProbes:
         return None
 
     def _begin(self, peer: Stamp, lane: str, tries: int, now: float) -> None:
-        if lane not in self._lanes.pull:
+        if lane not in self._lanes.pull and lane not in self._lanes.late:
             self._current = _Measuring(peer, lane, 0, now + PROBE_TIMEOUT_S, tries)
             self._ask(self._current)
             return
         rows, took_s = self._null_rows(PROBE_BYTES), []
         for _ in range(PROBE_ROUNDS):
             started = time.perf_counter()
-            if self._lanes.pull[lane].pull(peer, rows, rows) is not None:
+            if not self._pulled(peer, lane, rows):
                 return
             took_s.append(time.perf_counter() - started)
         self._lanes.set_speed(peer.worker, lane, rows.nbytes, min(took_s))
+
+    def _pulled(self, peer: Stamp, lane: str, rows: Rows) -> bool:
+        if lane in self._lanes.pull:
+            return self._lanes.pull[lane].pull(peer, rows, rows) is None
+        pulling = self._lanes.late[lane].begin_pull(peer, rows, rows)
+        if isinstance(pulling, PullFailed):
+            return False
+        until_s = time.perf_counter() + PROBE_WATCH_S
+        while not pulling.done():  # to ask again in the next turn would measure turns
+            if time.perf_counter() > until_s:
+                return False
+            time.sleep(0)  # other threads of this process go on
+        return pulling.failed is None
 
     def _ask(self, current: _Measuring) -> None:
         current.tag, current.op = self._next_tag, None

@@ -7,7 +7,7 @@ chosen when a hand-off is prepared, and the next attempt may get another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -124,11 +124,17 @@ class CloseLink:
 
 class Links:
     """All lanes to all peers that this process receives from. `lanes` in order of preference; `gbps` tells what is
-    known of the speed of one, where speed is to matter."""
+    known of the speed of one, where speed is to matter. `missing`: why those of them are not here."""
 
-    def __init__(self, lanes: Sequence[str], gbps: Callable[[WorkerId, str], float] | None = None) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[str],
+        gbps: Callable[[WorkerId, str], float] | None = None,
+        missing: Mapping[str, str] | None = None,
+    ) -> None:
         self._order = tuple(lanes)
         self._gbps = gbps
+        self._missing = missing or {}
         self._peers: dict[Stamp, dict[str, _Lane]] = {}
         self._due_s = float("inf")  # before that no lane has anything to be tried again
 
@@ -141,8 +147,8 @@ class Links:
             effects += [CloseLink(peer, name) for name, lane in lanes.items() if lane.address is not None]
         for peer, addresses in wanted.items():
             if peer not in self._peers:
-                by_lane = {address.lane: address for address in addresses}
-                self._peers[peer] = {name: self._new_lane(by_lane.get(name), now) for name in self._order}
+                by_lane = {address.lane: address for address in addresses if address.lane not in self._missing}
+                self._peers[peer] = {name: self._new_lane(name, by_lane.get(name), now) for name in self._order}
                 effects += [OpenLink(peer, name, by_lane[name]) for name in self._order if name in by_lane]
                 self._due_s = min(self._due_s, now + CONNECT_TIMEOUT_S)
         return effects
@@ -211,10 +217,9 @@ class Links:
     def snapshot(self, now: float) -> dict[WorkerId, list[LaneView]]:
         return {peer.worker: self.views(peer, now) for peer in self._peers}
 
-    @staticmethod
-    def _new_lane(address: LaneAddress | None, now: float) -> _Lane:
+    def _new_lane(self, name: str, address: LaneAddress | None, now: float) -> _Lane:
         if address is None:
-            return _Lane(None, LaneStatus.ABSENT, now, "the peer does not have it")
+            return _Lane(None, LaneStatus.ABSENT, now, self._missing.get(name, "the peer does not have it"))
         return _Lane(address, LaneStatus.CONNECTING, now, retry_at_s=now + CONNECT_TIMEOUT_S)
 
     def _move(self, peer: Stamp, name: str, status: LaneStatus, reason: str, now: float) -> None:

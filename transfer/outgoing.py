@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.common.errors import ErrorCode
 from baton.common.ids import HandoffKey, Stamp
 from baton.common.messages import Failure
+from baton.transfer.digest import digest_of
 from baton.transfer.plane_parts import PlaneParts
 from baton.transfer.pool_copier import Copying
 from baton.transfer.region_queue import RegionQueue
@@ -35,7 +36,8 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A region on its way from its pages into a slot."""
+    """A region on its way from its pages into a slot; or what its digest is made of, where its receiver pulls the rest
+    from the pages."""
 
     region: _Region
     lease: SlotLease
@@ -72,20 +74,20 @@ class Outgoing:
         """Queues it; it starts in its turn (`step`)."""
         region = _Region(effect, self._handler.rows_of(effect.span))
         nbytes = region.source.nbytes
-        staged = effect.lane in self._lanes.staged
+        slotted = effect.lane in self._lanes.slotted
         if effect.lane not in self._lanes.transports:
             self._fail(effect, "this process does not have it")
-        elif staged and nbytes > self.ring.slot_bytes:
+        elif slotted and nbytes > self.ring.slot_bytes:
             self._fail(effect, "the region is larger than a slot")
         else:
             self._places[effect.key] = (effect.lane, effect.peer)
-            queue, holds = (self._to_send, 1) if staged else (self._to_offer, 0)
+            queue, holds = (self._to_send, 1) if slotted else (self._to_offer, 0)
             queue.put(effect.lane, effect.peer, effect.key, effect.priority, region, nbytes, holds)
 
     def fence(self, key: HandoffKey) -> None:
         place = self._places.pop(key, None)
         if place is not None:
-            queue = self._to_send if place[0] in self._lanes.staged else self._to_offer
+            queue = self._to_send if place[0] in self._lanes.slotted else self._to_offer
             queue.forget(*place, key)
         for op, under_way in list(self._ops.items()):
             if under_way.region.effect.key == key:
@@ -117,11 +119,15 @@ class Outgoing:
     def _start(self, region: _Region) -> None:
         started = time.perf_counter()
         effect, source = region.effect, region.source
-        if effect.lane in self._lanes.staged:
+        if effect.lane in self._lanes.slotted:
             lease = self.ring.lease_free(effect.key, effect.seq)
             assert lease is not None, "taken from the queue without a free slot"
-            payload = lease.view[: source.nbytes]
-            copying = self._handler.copier.gather(source, payload)
+            if effect.lane in self._lanes.late:
+                reading = self._handler.read_for_digest(source, effect.seq, lease.view)
+                payload, copying = reading.data, reading.copying
+            else:
+                payload = lease.view[: source.nbytes]
+                copying = self._handler.copier.gather(source, payload)
             self._gathers.append(_Gather(region, lease, payload, copying, started))
             self._end_gathers()
             return
@@ -132,18 +138,22 @@ class Outgoing:
         self._answer_ready(region, digest, started)
 
     def _end_gathers(self) -> None:
-        """Sends what is in its slot now; of a hand-off that was fenced meanwhile, that ends the fence."""
+        """Sends or digests what is in its slot now; of a hand-off that was fenced meanwhile, that ends the fence."""
         for gather in [gather for gather in self._gathers if gather.copying.done()]:
             self._gathers.remove(gather)
             region, effect = gather.region, gather.region.effect
-            if effect.key in self._places:
+            if effect.key not in self._places:
+                self._free_slot(effect, gather.lease)
+                self._answer_fenced(effect.key)
+            elif effect.lane in self._lanes.late:
+                digest = digest_of(gather.payload)
+                self._free_slot(effect, gather.lease)
+                self._answer_ready(region, digest, gather.started_s)
+            else:
                 digest = self._handler.digest_staged(region.source, gather.payload, effect.seq)
                 op = self._start_op(region, gather.lease)
                 self._lanes.staged[effect.lane].send(op, effect.peer, effect.tag, gather.payload)
                 self._answer_ready(region, digest, gather.started_s)
-            else:
-                self._free_slot(effect, gather.lease)
-                self._answer_fenced(effect.key)
 
     def _answer_ready(self, region: _Region, digest: int, started_s: float) -> None:
         effect, took_s = region.effect, time.perf_counter() - started_s

@@ -5,7 +5,7 @@ Owns: the transports, the states of their links (`link.py`), and speeds. Never: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import assert_never
@@ -21,6 +21,7 @@ from baton.transfer.speed import LaneSpeeds
 from baton.transfer.transports.base import (
     DirectTransport,
     Ended,
+    LatePullTransport,
     LinkDown,
     LinkUp,
     OperationEnd,
@@ -36,7 +37,8 @@ _log = EventLog("baton.transfer")
 
 
 class PeerLanes:
-    """`staged`, `direct` and `pull` are the lanes that this process has; `config.lanes` orders them."""
+    """`staged`, `direct`, `pull` and `late` are the lanes that this process has; `config.lanes` orders them. `missing`
+    says why others of those are not here."""
 
     def __init__(
         self,
@@ -44,17 +46,25 @@ class PeerLanes:
         staged: Sequence[StagedTransport],
         direct: Sequence[DirectTransport],
         pull: Sequence[PullTransport],
+        late: Sequence[LatePullTransport] = (),
+        missing: Mapping[str, str] | None = None,
     ) -> None:
         self.staged = {transport.lane: transport for transport in staged}
         self.direct = {transport.lane: transport for transport in direct}
         self.pull = {transport.lane: transport for transport in pull}
-        assert self.pull.keys() <= PULL_LANES, "the session machines must know which lanes pull"
+        self.late = {transport.lane: transport for transport in late}
+        self.slotted = self.staged.keys() | self.late.keys()
+        """Where a region has a slot on either side while it is under way: for its bytes, or for what of them its digest
+        is made of."""
+        assert self.pull.keys() | self.late.keys() <= PULL_LANES, "the session machines must know which lanes pull"
         assert not (self.staged.keys() | self.direct.keys()) & PULL_LANES
-        self.transports: dict[str, Transport] = {**self.staged, **self.direct, **self.pull}
+        self.transports: dict[str, Transport] = {**self.staged, **self.direct, **self.pull, **self.late}
         self._order = tuple(lane for lane in config.lanes if lane in self.transports)
+        missing = {lane: reason for lane, reason in (missing or {}).items() if lane not in self.transports}
+        told = tuple(lane for lane in config.lanes if lane in self.transports or lane in missing)
         self._speeds = LaneSpeeds()
         self._measured = config.lane_choice == "measured" and len(self._order) > 1
-        self._links = Links(self._order, self._usable_gbps if self._measured else None)
+        self._links = Links(told, self._usable_gbps if self._measured else None, missing)
         self._caps: dict[str, float] = {lane: gbps for lane, gbps in asdict(config.lane_max_gbps).items() if gbps}
         self._to_measure: list[tuple[Stamp, str]] = []
         self._in_use: dict[Stamp, str] = {}

@@ -12,6 +12,7 @@ from msgspec import structs
 from baton.common.kv.layout import Component
 from baton.transfer.digest import digest_of
 from baton.transfer.session.effects import (
+    PULL_LANES,
     FenceSource,
     Landed,
     RegionDamaged,
@@ -55,11 +56,12 @@ def closing_both(pair: tuple[End, SourceT]) -> Iterator[tuple[End, SourceT]]:
 
 class TransportContract:
     """Inherited by one test class per lane, which names the lane. `remote`: whether it reaches other processes;
-    `staged`: whether a page is touched only by what was verified before."""
+    `staged`: whether a page is touched only by what was verified before; `slotted`: whether its regions take slots."""
 
     lane = ""
     remote = True
     staged = True
+    slotted = True
 
     def make_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, End]:
         hub = InprocHub()
@@ -186,7 +188,7 @@ class TransportContract:
             hand_off = self._hand_off(sink, source, np.random.default_rng(8), 8)
             hand_off.prepare()
             data = source.pool[hand_off.source_pages].reshape(-1)
-            if self.lane != "local":  # ask for regions that nobody has sent yet
+            if self.lane not in PULL_LANES:  # ask for regions that nobody has sent yet
                 for seq, pages in enumerate((slice(0, 4), slice(4, 8))):
                     part = data.reshape(8, -1)[pages].reshape(-1)
                     hand_off.land(hand_off.chunk(seq, pages, len(part), digest_of(part)))
@@ -210,7 +212,7 @@ class TransportContract:
             ready = hand_off.ready(0)
             source.execute(FenceSource(hand_off.key))
             assert pump([source], lambda: self._all_free(source)), "a cancelled send must end"
-            if self.lane != "local":
+            if self.lane not in PULL_LANES:
                 hand_off.land(hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest))
                 pump([sink, source], lambda: False, wait_s=0.05)
                 assert not hand_off.landed()
@@ -218,7 +220,7 @@ class TransportContract:
             self._check_all_slots_return(sink, source)
 
     def test_a_tag_that_is_taken_harms_nobody_but_who_named_it_twice(self) -> None:
-        if self.lane == "local":
+        if self.lane in PULL_LANES:
             return  # has no tags
         with closing_both(self.make_pair()) as (sink, source):
             hand_off = self._hand_off(sink, source, np.random.default_rng(12), 8)
@@ -260,8 +262,8 @@ class TransportContract:
             assert not sink.pool.any()
 
     def test_hand_offs_wait_for_slots_in_order_of_arrival(self) -> None:
-        if not self.staged:
-            return  # takes no slots
+        if not self.slotted:
+            return
         with closing_both(self.make_pair()) as (sink, source):
             rng = np.random.default_rng(12)
             first = [self._hand_off(sink, source, rng, 8) for _ in range(5)]  # 2, 2, 2, 1, 1 slots: all eight
@@ -329,7 +331,7 @@ class TransportContract:
             hand_off.prepare()
             hand_off.send(0, slice(0, 4))
             ready = hand_off.ready(0)
-            if self.lane != "local":
+            if self.lane not in PULL_LANES:
                 data = random_pool(64, 4096, 1)[ids[4:]].reshape(-1)
                 hand_off.land(hand_off.chunk(1, slice(4, 8), len(data), digest_of(data)))
             pump([sink, source], lambda: False, wait_s=0.05)
@@ -354,7 +356,7 @@ class TransportContract:
             hand_off.send(0, slice(0, 4))
             ready = hand_off.ready(0)
             source.stop()
-            if self.lane != "local":
+            if self.lane not in PULL_LANES:
                 hand_off.land(hand_off.chunk(0, slice(0, 4), ready.nbytes, ready.digest))
                 pump([sink], lambda: False, wait_s=0.1)
             hand_off.fence()

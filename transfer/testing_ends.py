@@ -25,6 +25,7 @@ from baton.common.kv.layout import Component, KvLayout
 from baton.common.messages import Chunk, Member, pack_tokens
 from baton.transfer.allow_list import PairSecrets
 from baton.transfer.data_plane import DataPlane
+from baton.transfer.device_ipc import OwnPool
 from baton.transfer.keys import KeyPair
 from baton.transfer.link import LaneStatus
 from baton.transfer.mesh import Mesh
@@ -32,6 +33,7 @@ from baton.transfer.plan import Span
 from baton.transfer.pool_copier import PoolCopier
 from baton.transfer.process import die_with_parent
 from baton.transfer.session.effects import (
+    PULL_LANES,
     CloseSink,
     DataEffect,
     DataEvent,
@@ -46,7 +48,16 @@ from baton.transfer.session.effects import (
     SinkPrepared,
 )
 from baton.transfer.staging import unit_rows
-from baton.transfer.transports.base import Bytes, DirectTransport, PullTransport, StagedTransport, UnitIds
+from baton.transfer.testing_ipc import HostIpc
+from baton.transfer.transports.base import (
+    Bytes,
+    DirectTransport,
+    LatePullTransport,
+    PullTransport,
+    StagedTransport,
+    UnitIds,
+)
+from baton.transfer.transports.cuda_ipc import CudaIpcTransport
 from baton.transfer.transports.inproc import InprocHub, InprocTransport
 from baton.transfer.transports.local import LocalTransport
 from baton.transfer.transports.tcp import TcpTransport
@@ -135,6 +146,10 @@ def random_pool(num_pages: int, page_bytes: int, seed: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
 
 
+def _own_pools(memory: KvMemory) -> dict[Component, OwnPool]:
+    return {name: OwnPool(rows.ctypes.data, *rows.shape) for name, rows in unit_rows(memory).items()}
+
+
 class End:
     """One data plane with its mesh, driven by hand from one thread."""
 
@@ -153,13 +168,18 @@ class End:
         memory = spec.kv.build(spec.fill)
         self.pools = unit_rows(memory)
         self.pool = self.pools[Component.FULL]
+        self.ipc = HostIpc(*(buffer.block for buffer in memory.buffers.values() if buffer.block is not None))
+        """Of the lane "cuda_ipc": copies into here can be held back."""
         staged: list[StagedTransport] = []
         pull: list[PullTransport] = []
         direct: list[DirectTransport] = []
+        late: list[LatePullTransport] = []
         secrets = PairSecrets(self.keys, self.mesh.allow)
         match spec.lane:
             case "local":
                 pull = [LocalTransport(memory)]
+            case "cuda_ipc":
+                late = [CudaIpcTransport(self.ipc, _own_pools(memory))]
             case "tcp":
                 streams = spec.config.tcp_streams
                 direct = [TcpTransport(self.stamp, self.mesh, "127.0.0.1", secrets.of("tcp"), self.pools, streams)]
@@ -170,7 +190,8 @@ class End:
             case _:
                 assert hub is not None
                 staged = [InprocTransport(self.stamp, hub, self.mesh)]
-        self.data = DataPlane(spec.config, memory, staged, pull, direct, copier(memory) if copier else None)
+        own = copier(memory) if copier else None
+        self.data = DataPlane(spec.config, memory, staged, pull, direct, own, late=late)
         self.events: list[DataEvent] = []
 
     @property
@@ -418,7 +439,7 @@ class HandOff:
             parts=part[1],
             nbytes=nbytes,
             digest=digest,
-            source_pages=pack_tokens(ids) if self.sink.spec.lane == "local" else b"",
+            source_pages=pack_tokens(ids) if self.sink.spec.lane in PULL_LANES else b"",
         )
 
     def land(self, chunk: Chunk, tag: int | None = None) -> None:

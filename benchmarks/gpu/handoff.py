@@ -1,9 +1,8 @@
 """Pages of one process's pool, read by another one on the same GPU: over CUDA IPC, straight into its own pages.
 
-What a lane between processes of a host would do (docs/adr/0041 says what it still lacks): the source shares a handle of
-its pool, the receiver opens it after the proofs of `device_ipc.py` and copies rows. Every byte is compared. On the
-host, in `--interpret`, shared memory of the host stands in for the device's. What cannot be done raises: `gpu_check`
-calls that wrong.
+What lies under the lane `cuda_ipc` (docs/adr/0041): the source shares a handle of its pool, the receiver opens it after
+the proofs of `device_ipc.py` and copies rows. Every byte is compared. On the host, in `--interpret`, shared memory of
+the host stands in for the device's. What cannot be done raises: `gpu_check` calls that wrong.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ def pull(receiver: LocalTransport, theirs: list[int] | np.ndarray, ours: list[in
 class TestLocal(TransportContract):
     lane = "local"
     staged = False
+    slotted = False
 
 
 @pytest.mark.parametrize(

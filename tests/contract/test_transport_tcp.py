@@ -49,6 +49,7 @@ SMALL = np.array([70, 72, 73], dtype=np.int32)
 class TestTcp(TransportContract):
     lane = "tcp"
     staged = False
+    slotted = False
 
 
 class TestTcpStreams(TransportContract):
@@ -56,6 +57,7 @@ class TestTcpStreams(TransportContract):
 
     lane = "tcp"
     staged = False
+    slotted = False
     remote = False
 
     def make_pair(self, kv: KvSpec = FULL_ONLY) -> tuple[End, End]:

@@ -36,6 +36,17 @@ def test_the_first_lane_that_is_up_wins_and_says_what_it_passed_over() -> None:
     assert "local (another host)" in choice.reason
 
 
+def test_a_lane_that_is_not_here_says_why_and_is_never_opened() -> None:
+    links = Links(("cuda_ipc", "zmq"), missing={"cuda_ipc": "no driver"})
+    effects = links.set_peers([(PEER, addresses("cuda_ipc", "zmq"))], 0.0)
+    assert [effect.lane for effect in effects if isinstance(effect, OpenLink)] == ["zmq"]
+    links.on_up(PEER, "zmq", 0.0)
+    absent, up = links.views(PEER, 0.0)
+    assert (absent.status, absent.reason, up.status) == (LaneStatus.ABSENT, "no driver", UP)
+    assert links.choose(PEER, 0.0) == Chosen("zmq", "preferred over the rest; passed over: cuda_ipc (no driver)")
+    assert [effect.lane for effect in links.set_peers([], 1.0) if isinstance(effect, CloseLink)] == ["zmq"]
+
+
 def test_a_better_lane_is_waited_for_but_not_for_long() -> None:
     fresh = [LaneView("ucx", CONNECTING, age_s=PATIENCE_S / 2), LaneView("zmq", UP)]
     stale = [LaneView("ucx", CONNECTING, age_s=PATIENCE_S * 2), LaneView("zmq", UP)]

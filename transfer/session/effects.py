@@ -25,7 +25,7 @@ from baton.common.messages import Chunk, Failure, HandoffBody, Probe, ProbeReady
 from baton.transfer.api import SinkEvent, SourceEvent
 from baton.transfer.plan import Span
 
-PULL_LANES = frozenset({"local"})
+PULL_LANES = frozenset({"local", "cuda_ipc"})
 """Lanes in which the receiver reads the source's pages itself. There a source needs the *peer's* proof (Commit, Cancel
 or its proven death) before it may free a page. In all other lanes the source gathers and its own fence is the proof."""
 

@@ -195,6 +195,28 @@ class DirectTransport(Transport, Protocol):
         ...
 
 
+class Pulling(Protocol):
+    """A pull under way. Until it is done its source is read and its target written: it cannot be called back."""
+
+    def done(self) -> bool:
+        """Never waits. Stays true."""
+        ...
+
+    @property
+    def failed(self) -> PullFailed | None:
+        """Once done: why the target holds anything; None when it holds what the source did."""
+        ...
+
+
+class LatePullTransport(Transport, Protocol):
+    """The receiver has a device copy the source's units into its own, and such a copy ends later. Nobody may have the
+    target's units before, whatever becomes of link, peer or hand-off meanwhile."""
+
+    def begin_pull(self, peer: Stamp, source: Rows, target: Rows) -> Pulling | PullFailed:
+        """The same stretch of each unit of both, row for row. PullFailed: nothing was touched."""
+        ...
+
+
 class PullTransport(Transport, Protocol):
     """The receiver reads the source's units itself, straight into its own. Done when it returns: nothing to cancel."""
 
