@@ -22,6 +22,7 @@ from baton.common.ids import RequestId, Stamp
 from baton.common.messages import Failure, Load
 from baton.deploy.admission_limits import QueueSpeed, RateLimits
 from baton.deploy.admission_queue import FairQueue, Tenant
+from baton.deploy.routing.loads import Loads
 
 LEAST_RETRY_S = 1.0
 MOST_RETRY_S = 60.0
@@ -47,7 +48,7 @@ class Admission:
         self._limits = RateLimits()
         self._speed = QueueSpeed()
         self._rooms: dict[Stamp, int] = {}  # of decode workers that are there and answer
-        self._loads: dict[Stamp, Load] = {}  # of all that live
+        self._loads = Loads()
         self.room = 0  # of all together
         self.nobody_since_s: float | None = 0.0  # has there been any room; None: there is some
 
@@ -55,10 +56,10 @@ class Admission:
 
     def on_view(self, view: MembershipView, now: float) -> None:
         decode = [member for member in view.members if member.role == "decode"]
-        self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
+        self._loads.keep({member.stamp for member in decode})
         before = self._rooms.keys()
         self._rooms = {
-            member.stamp: self._room_of(self._loads[member.stamp])
+            member.stamp: self._room_of(self._loads.of(member))
             for member in decode
             if member.stamp.worker not in view.silent
         }
@@ -67,10 +68,9 @@ class Admission:
         self._count(sum(self._rooms.values()), now)
 
     def heard(self, stamp: Stamp, load: Load, now: float) -> None:
-        if stamp in self._loads:
-            self._loads[stamp] = load
+        known = self._loads.heard(stamp, load)
         if stamp in self._rooms:
-            before, self._rooms[stamp] = self._rooms[stamp], self._room_of(load)
+            before, self._rooms[stamp] = self._rooms[stamp], self._room_of(known)
             self._count(self.room + self._rooms[stamp] - before, now)
 
     def _room_of(self, load: Load) -> int:

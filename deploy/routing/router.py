@@ -22,6 +22,7 @@ from baton.common.kv.events import page_names
 from baton.common.messages import KvEvents, KvSnapshot, Load
 from baton.common.routing_config import RoutingConfig
 from baton.deploy.routing.index import NO_INDEX, IndexCounts, PrefixIndex
+from baton.deploy.routing.loads import Loads
 from baton.deploy.routing.own_policy import OwnPolicy, policy_of
 from baton.deploy.routing.policies import I64, Bools, Policy, Role
 from baton.deploy.routing.seats import Seats
@@ -58,7 +59,7 @@ class Router:
         self._page_size = page_size
         self.index = PrefixIndex(config.max_indexed_pages, resend_s) if config.indexed else None
         self._seats: dict[Role, Seats] = {role: Seats(role, page_size) for role in ("prefill", "decode")}
-        self._loads: dict[Stamp, Load] = {}
+        self._loads = Loads()
         self._placed: dict[Stamp, _Placed] = {}
         self._turns: Counter[Role] = Counter()
         self._groups: dict[Stamp, str] = {}
@@ -68,7 +69,7 @@ class Router:
     def on_view(self, view: MembershipView) -> None:
         """Who is there now. What was placed on somebody who is not stays counted until it is taken back."""
         alive = {member.stamp for member in view.members}
-        self._loads = {stamp: load for stamp, load in self._loads.items() if stamp in alive}
+        self._loads.keep(alive)
         self._seats = {role: self._seats_of(view, role) for role in self._seats}
         self._groups = {one.stamp: one.group for one in view.members if one.role in self._seats}
         if self.index is not None:
@@ -76,9 +77,9 @@ class Router:
 
     def heard(self, stamp: Stamp, load: Load, now: float) -> list[SendTo]:
         """A heartbeat. It may show that news are missing: then they are asked for."""
-        self._loads[stamp] = load
+        known = self._loads.heard(stamp, load)
         for seats in self._seats.values():
-            seats.heard(stamp, load)
+            seats.heard(stamp, known)
         wanted = self.index.wants(stamp, load.kv_seq, now) if self.index is not None else None
         return [] if wanted is None else [SendTo(stamp.worker, stamp.epoch, wanted)]
 
@@ -97,7 +98,7 @@ class Router:
         for one in members:
             if (placed := self._placed.get(one.stamp)) is not None:
                 seats.placed(one.stamp, placed.requests, placed.tokens)
-            seats.heard(one.stamp, self._loads.get(one.stamp, one.load))
+            seats.heard(one.stamp, self._loads.of(one))
         return seats
 
     # --------------------------------------------------------------------------------------- choices

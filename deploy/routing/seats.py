@@ -53,7 +53,7 @@ class Seats:
             self._others_tokens[place] = max(0, load.queued_tokens - self._placed_tokens[place])
             self._free_pages[place] = load.free_pages
             self._tokens_per_s[place] = load.tokens_per_s
-            self._takes[place] &= not load.draining  # for good: what is heard after it may have been said before
+            self._takes[place] = not load.draining
 
     def placed(self, stamp: Stamp, requests: int, tokens: int) -> None:
         """So many of this gateway's are there; the tokens are those that wait."""

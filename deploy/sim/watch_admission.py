@@ -91,7 +91,9 @@ class AdmissionWatch:
         self._rows = rows
         self._ahead = ahead
         self._max_requests = max_requests
-        self._loads: dict[Stamp, Load] = {}
+        self._heard: dict[Stamp, Load] = {}
+        self._loads: dict[Stamp, Load] = {}  # of decode workers; as long as nothing was heard, what the view says
+        self._draining: set[Stamp] = set()  # for good
         self._silent: set[Stamp] = set()
         self._room = 0
         self._waiting: dict[RequestId, ClientRequest] = {}  # in the order of their arrival
@@ -105,19 +107,23 @@ class AdmissionWatch:
 
     def view(self, view: MembershipView) -> None:
         decode = [member for member in view.members if member.role == "decode"]
-        self._loads = {member.stamp: self._loads.get(member.stamp, member.load) for member in decode}
+        self._draining |= {member.stamp for member in decode if member.load.draining}
+        self._loads = {member.stamp: self._heard.get(member.stamp, member.load) for member in decode}
         self._silent = {member.stamp for member in decode if member.stamp.worker in view.silent}
         self._room = sum(self._room_of(stamp) for stamp in self._loads)
 
     def heard(self, stamp: Stamp, load: Load) -> None:
+        self._heard[stamp] = load
+        before = self._room_of(stamp) if stamp in self._loads else 0
+        if load.draining:
+            self._draining.add(stamp)
         if stamp in self._loads:
-            self._room -= self._room_of(stamp)
             self._loads[stamp] = load
-            self._room += self._room_of(stamp)
+            self._room += self._room_of(stamp) - before
 
     def _room_of(self, stamp: Stamp) -> int:
         load = self._loads[stamp]
-        if stamp in self._silent or load.draining:
+        if stamp in self._silent or stamp in self._draining:
             return 0
         return self._ahead + (min(load.running, self._rows) if load.queued else self._rows)
 

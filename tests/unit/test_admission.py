@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from test_gateway_core import A, B, Driver, P, stamp, view
 
 from baton.common.config import DecodeConfig, GatewayConfig, LivenessConfig, TransferConfig
-from baton.common.engine.core_api import FromPeer
+from baton.common.engine.core_api import FromPeer, MembershipView
 from baton.common.errors import ErrorCode
 from baton.common.ids import RequestId
 from baton.common.messages import Heartbeat, Load, Output, SamplingParams, Submit, Submitted, pack_tokens
@@ -372,6 +373,22 @@ def test_a_key_is_no_more_urgent_than_it_may_be() -> None:
     [sent] = door.take(effects)
     assert isinstance(sent.body, Submit)
     assert sent.body.priority == 10
+
+
+def test_who_drains_has_no_room_whoever_told_so_and_whatever_is_heard_after() -> None:
+    told = Door()
+    members = [structs.replace(one, load=Load(draining=one.stamp == A)) for one in view(2, A, P).members]
+    told.take(told.core.handle(MembershipView(2, tuple(members), frozenset()), told.now))
+    assert told.ask("r0") == []
+    assert told.core.load().queued == 1
+    told.tell(A, Heartbeat(load=Load()))  # said before
+    assert told.core.load().queued == 1
+    heard = Door()
+    heard.tell(A, Heartbeat(load=Load(draining=True)))
+    heard.tell(A, Heartbeat(load=Load()))
+    heard.view(A, P)
+    assert heard.ask("r0") == []
+    assert heard.core.load().queued == 1
 
 
 def test_heartbeats_of_strangers_are_no_room() -> None:
