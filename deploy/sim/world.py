@@ -587,7 +587,9 @@ class World:
     def _judge(self) -> None:
         self.clients.judge(self.settings, faulty=self.faulty)
         there = {process.stamp.worker for process in self._living()} - {CONTROLLER}
-        assert there == {spec.worker for spec in self.specs}, f"{sorted(there)} are there, and not who was asked for"
+        again = {seat.worker for seat in self.controller.core.status() if seat.state != "live"}  # it was killed late
+        asked_for = {spec.worker for spec in self.specs}
+        assert there <= asked_for <= there | again, f"{sorted(there)} are there, and not who was asked for"
         self._look_at_what_is_cached(self.clients.requests.values())
         for request in self.clients.requests.values():
             self.stored_pages.assert_right(request.known)
@@ -600,6 +602,13 @@ class World:
             assert census.idle, f"{worker.stamp.worker} at rest: {census}"
 
 
+def _prompts_take_long(world: World) -> bool:
+    """All on one worker, as fast as the slowest says that it is: longer than a hand-off has."""
+    tokens = sum(len(request.prompt) for request in world.clients.requests.values())
+    speeds = [speed for worker in world.workers() if (speed := worker.core.load().tokens_per_s)]
+    return bool(speeds) and tokens / min(speeds) > world.settings.transfer.handoff_ttl_s
+
+
 def _assert_no_failure(world: World, details: object) -> None:
     """Where everybody is there, no hand-off fails for want of time or peers: what is lost is sent again. A return may
     take too long: it is given up then."""
@@ -609,7 +618,7 @@ def _assert_no_failure(world: World, details: object) -> None:
         transfer = world.settings.transfer
         hurried = transfer.handoff_ttl_s <= SHORT_S or world.settings.request_timeout_s <= SHORT_S
         forgetful = world.settings.links.loss > 0 and transfer.max_tombstones < FEW_TOMBSTONES
-        late = code is ErrorCode.DEADLINE_EXCEEDED and not (hurried or forgetful)
+        late = code is ErrorCode.DEADLINE_EXCEEDED and not (hurried or forgetful or _prompts_take_long(world))
         broken = code is ErrorCode.INTERNAL and not world.settings.links.region_lost
         trouble = late or broken or code is ErrorCode.NO_WORKER
         assert not trouble, f"{event} where everybody was there"
