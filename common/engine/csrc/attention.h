@@ -18,6 +18,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "memory.h"
 #include "pages.h"
@@ -222,7 +223,8 @@ class Attention {
           pages_(args.pages<T>()),
           quantised_(args.quantised_pages()),
           partials_(partials),
-          tiled_(!quantised_.are_there() && for_matrix_units(pages_.pool, dim_)) {}
+          tiled_(!quantised_.are_there() && for_matrix_units(pages_.pool, dim_)),
+          paired_(tiled_ || (!quantised_.are_there() && for_dots_of_pairs(pages_.pool, dim_))) {}
 
     void write_token(int64_t token) const {
         const T *key = static_cast<const T*>(a_.key) + token * a_.key_token,
@@ -280,7 +282,7 @@ class Attention {
     // summed so far, of this span and of all spans before it.
     struct Work {
         float *query, *scores, *values_block;
-        T *tile_query, *tile_weights, *tile_values;  // in the place of the above
+        T *pair_query, *pair_weights, *pair_values;  // in the place of the above
         T* keys;  // panels of a block
         float *span_stats, *span_values, *stats, *values;  // stats: maximum and sum
     };
@@ -319,15 +321,15 @@ class Attention {
         return item.sharers < 0 ? item.partial : plan_.sharers[item.sharers + number].partial;
     }
 
-    // The item's queries, head by head: scaled, as floats; for matrix units as they are, up to a whole tile of rows.
+    // The item's queries, head by head: scaled, as floats; for products of bfloat16 as they are, up to a whole tile of rows.
     void load_queries(const Item& item, const Work& work) const {
         for (int64_t q = item.q_begin; q < item.q_end; ++q) {
             const T* from = static_cast<const T*>(a_.query) + token_of(item, q) * a_.query_token;
             for (int64_t g = 0; g < group_; ++g) {
                 const T* head = from + (item.kv_head * group_ + g) * a_.query_head;
                 const int64_t at = ((q - item.q_begin) * group_ + g) * dim_;
-                if (tiled_) {
-                    std::copy_n(head, dim_, work.tile_query + at);
+                if (paired_) {
+                    std::copy_n(head, dim_, work.pair_query + at);
                     continue;
                 }
                 for (int64_t d = 0; d < dim_; d += 16)
@@ -335,7 +337,7 @@ class Attention {
             }
         }
         const int64_t rows = (item.q_end - item.q_begin) * group_;
-        if (tiled_) std::fill(work.tile_query + rows * dim_, work.tile_query + whole_tiles(rows) * dim_, T{});
+        if (tiled_) std::fill(work.pair_query + rows * dim_, work.pair_query + whole_tiles(rows) * dim_, T{});
     }
 
     static int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
@@ -378,9 +380,9 @@ class Attention {
         work.values = work.span_values + rows * dim_;
         work.span_stats = work.values + rows * dim_;
         work.stats = work.span_stats + 2 * rows;
-        work.tile_query = reinterpret_cast<T*>(work.query);
-        work.tile_weights = reinterpret_cast<T*>(work.scores + rows * kKeyBlock);
-        work.tile_values = reinterpret_cast<T*>(work.values_block);
+        work.pair_query = reinterpret_cast<T*>(work.query);
+        work.pair_weights = reinterpret_cast<T*>(work.scores + rows * kKeyBlock);
+        work.pair_values = reinterpret_cast<T*>(work.values_block);
         work.keys = reinterpret_cast<T*>(keys);
         return work;
     }
@@ -398,8 +400,8 @@ class Attention {
         const Seen seen{q_first, (q_first - item.q_begin) * group_, (q_last - item.q_begin) * group_,
                         std::max<int64_t>(0, first_visible(item.q_begin) - block)};
         if constexpr (std::is_same_v<T, bf16>) {
-            if (tiled_) {
-                attend_block_tiled(item, next, work, block, count, seen);
+            if (paired_) {
+                attend_block_pairs(item, next, work, block, count, seen);
                 return;
             }
         }
@@ -503,36 +505,59 @@ class Attention {
         return 2 * count;
     }
 
-    // The same on matrix units, 16 rows at a time. Rows of a tile that see nothing get weights of zero.
-    void attend_block_tiled(const Item& item, const Item* next, const Work& work, int64_t block, int64_t count,
+    // The same in products of bfloat16. On matrix units 16 rows at a time: those of a tile that see nothing get weights
+    // of zero.
+    void attend_block_pairs(const Item& item, const Item* next, const Work& work, int64_t block, int64_t count,
                             const Seen& seen) const {
-        const T** panels = at_least(pointers_of_thread<T>(), 4 * kKeyBlock);
-        const T **values = panels + kKeyBlock, **following = values + kKeyBlock;
+        const T** panels = at_least(pointers_of_thread<T>(), 5 * kKeyBlock);
+        const T **values = panels + kKeyBlock, **keys_ahead = values + kKeyBlock, **following = keys_ahead + kKeyBlock;
         const int32_t* pages = page_ids_of(item.row);
         pages_.panels(pages, item.kv_head, block, count, work.keys, panels);
         pages_.locate(pages, kValues, item.kv_head, block, block + count, values);
-        pack_values(values, seen.unseen, count, dim_, work.tile_values,
-                    {following, locate_following(item, next, block + count, following)});
+        Ahead ahead{following, count, 2};  // K is fetched while scores are computed
+        if (tiled_)
+            ahead = {following, locate_following(item, next, block + count, following), 4};
+        else
+            look_ahead(item, next, block + count, panels, values, count, keys_ahead, following);
+        const bool packed = tiled_ || seen.last_row - seen.first_row > kStripRows;
+        if (packed) pack_values(values, seen.unseen, count, dim_, work.pair_values, ahead);
         const int64_t width = (count + 31) / 32 * 32;
         // Each pass over all rows: what a tile is loaded from has long been stored then.
-        const int64_t begin = seen.first_row / kTileRows * kTileRows, end = whole_tiles(seen.last_row);
-        for (int64_t row = begin; row < end; row += kTileRows)
-            score_tiles(work.tile_query + row * dim_, dim_, panels, whole_tiles(count) / kTileRows,
-                        work.scores + row * kKeyBlock, kKeyBlock);
+        const int64_t begin = tiled_ ? seen.first_row / kTileRows * kTileRows : seen.first_row;
+        const int64_t end = tiled_ ? whole_tiles(seen.last_row) : seen.last_row;
+        score_pairs(work.pair_query + begin * dim_, end - begin, panels, keys_ahead, whole_tiles(count) / kPanelTokens,
+                    work.scores + begin * kKeyBlock);
         for (int64_t row = begin; row < end; ++row) {
-            T* weights = work.tile_weights + row * kKeyBlock;
+            T* weights = work.pair_weights + row * kKeyBlock;
             if (row < seen.first_row || row >= seen.last_row) {
                 std::fill_n(weights, width, T{});
                 continue;
             }
             const int64_t q = item.q_begin + row / group_;
-            weigh_tiled(work.scores + row * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
+            weigh_pairs(work.scores + row * kKeyBlock, std::max<int64_t>(0, first_visible(q) - block),
                         std::min(count, q + 1 - block), width, work.span_stats + 2 * row,
                         work.span_values + row * dim_, weights);
         }
-        for (int64_t row = begin; row < end; row += kTileRows)
-            value_tiles(work.tile_weights + row * kKeyBlock, kKeyBlock, work.tile_values, width,
-                        work.span_values + row * dim_, dim_);
+        const T* weights = work.pair_weights + begin * kKeyBlock;
+        float* sums = work.span_values + begin * dim_;
+        if (!packed)
+            value_pairs(weights, kKeyBlock, end - begin, values, seen.unseen, count, sums, dim_, ahead);
+        else if (!tiled_)
+            value_pairs(weights, kKeyBlock, end - begin, work.pair_values, width, sums, dim_);
+        else
+            for (int64_t row = 0; row < end - begin; row += kTileRows)
+                value_tiles(weights + row * kKeyBlock, kKeyBlock, work.pair_values, width, sums + row * dim_, dim_);
+    }
+
+    // Of `rows` queries with `count` panels; on matrix units whole tiles of rows.
+    void score_pairs(const T* query, int64_t rows, const T* const* panels, const T* const* ahead, int64_t count,
+                     float* scores) const {
+        if (tiled_) {
+            for (int64_t row = 0; row < rows; row += kTileRows)
+                score_tiles(query + row * dim_, dim_, panels, count, scores + row * kKeyBlock, kKeyBlock);
+        } else if constexpr (kDotsOfBf16) {
+            score(query, dim_, rows, panels, ahead, count, scores, kKeyBlock);
+        }
     }
 
     // Adds a span to what came before it. A span in which nothing is visible changes nothing.
@@ -554,7 +579,7 @@ class Attention {
     }
 
     // The same for scores that are not scaled yet, into weights of the model's type. `width` is a multiple of 32.
-    void weigh_tiled(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values,
+    void weigh_pairs(float* scores, int64_t begin, int64_t end, int64_t width, float* stats, float* values,
                      T* weights) const {
         float scale = static_cast<float>(a_.scale);
         if (a_.softcap != 0) {
@@ -594,6 +619,7 @@ class Attention {
     const QuantisedPages quantised_;  // instead, in those layouts
     float* const partials_;
     const bool tiled_;  // the products go to matrix units
+    const bool paired_;  // they are of bfloat16: there, or as dot products of pairs
 };
 
 }  // namespace baton

@@ -33,45 +33,36 @@ inline f32x16 exp2_16(const f32x16& x) { return each(x, exp2_of); }
 struct Ahead {
     const bf16* const* rows;
     int64_t count;
+    int64_t per_pair;  // how many while a pair of keys is worked on
 
-    void fetch(int64_t first, int64_t last, int64_t dim) const {
-        for (int64_t row = first; row < last && row < count; ++row)
+    void fetch(int64_t pair, int64_t dim) const {
+        for (int64_t row = pair * per_pair; row < (pair + 1) * per_pair && row < count; ++row)
             for (int64_t d = 0; d < dim; d += 32) __builtin_prefetch(rows[row] + d);
     }
 };
 
-typedef uint16_t u16x32 __attribute__((vector_size(64)));
-
-// Two rows of 32 numbers as 32 pairs.
-inline void interleave(const bf16* even, const bf16* odd, bf16* first, bf16* second) {
-    u16x32 rows[2], pairs[2];
-    std::memcpy(&rows[0], even, sizeof rows[0]);
-    std::memcpy(&rows[1], odd, sizeof rows[1]);
-#if defined(__clang__)
-    for (int i = 0; i < 64; ++i) pairs[i / 32][i % 32] = rows[i % 2][i / 2];
-#else
-    u16x32 from[2];
-    for (int i = 0; i < 64; ++i) from[i / 32][i % 32] = i / 2 + i % 2 * 32;
-    for (int half = 0; half < 2; ++half) pairs[half] = __builtin_shuffle(rows[0], rows[1], from[half]);
-#endif
-    std::memcpy(first, &pairs[0], sizeof pairs[0]);
-    std::memcpy(second, &pairs[1], sizeof pairs[1]);
+// Of two rows of numbers, as many as a register holds.
+inline LaneBits pairs_of(const bf16* even, const bf16* odd) {
+    return (LaneBits)load_lanes(even) >> 16 | (LaneBits)load_lanes(odd);
 }
 
 // V of keys [first, count) as right factors: for each 32 keys and each 16 dimensions one tile, [pairs of
 // keys][dimensions][2]. All other keys, up to the next multiple of 32, are zero.
 inline void pack_values(const bf16* const* values, int64_t first, int64_t count, int64_t dim, bf16* to,
                         const Ahead& ahead) {
-    alignas(64) static const bf16 zeros[2 * kTileRows] = {};
+    alignas(64) static const bf16 zeros[kTileRows] = {};
     const auto row = [&](int64_t key) { return key >= first && key < count ? values[key] : nullptr; };
     const int64_t step = dim / kTileRows * kTileElements;
     for (int64_t j = 0; j < count; j += 2 * kTilePairs, to += step)
         for (int64_t pair = 0; pair < kTilePairs; ++pair) {
             const bf16 *even = row(j + 2 * pair), *odd = row(j + 2 * pair + 1);
             bf16* place = to + pair * 2 * kTilePairs;
-            ahead.fetch(2 * j + 4 * pair, 2 * j + 4 * (pair + 1), dim);
-            for (int64_t d = 0; d < dim; d += 2 * kTileRows, place += 2 * kTileElements)
-                interleave(even ? even + d : zeros, odd ? odd + d : zeros, place, place + kTileElements);
+            ahead.fetch(j / 2 + pair, dim);
+            for (int64_t d = 0; d < dim; d += kTileRows, place += kTileElements)
+                for (int64_t i = 0; i < kTileRows; i += kLanes) {
+                    const LaneBits pairs = pairs_of(even ? even + d + i : zeros, odd ? odd + d + i : zeros);
+                    std::memcpy(place + 2 * i, &pairs, sizeof pairs);
+                }
         }
 }
 

@@ -20,6 +20,10 @@ constexpr int64_t kRowsReadable = 32;  // `multiply` may read rows of x up to th
 inline bool for_matrix_units(const float*, int64_t) { return false; }
 inline bool for_matrix_units(const bf16*, int64_t inputs) { return inputs % kTileInputs == 0 && matrix_units(); }
 
+// Dot products of pairs, where there are no matrix units.
+inline bool for_dots_of_pairs(const float*, int64_t) { return false; }
+inline bool for_dots_of_pairs(const bf16*, int64_t inputs) { return kDotsOfBf16 && inputs % kTileInputs == 0; }
+
 // A packed weight: of the type of what it is multiplied with, or of int8.
 struct Packed {
     const void* weights;

@@ -81,12 +81,12 @@ void product(const float* a, int64_t a_stride, const T* const* b, const T* const
 
 // scores [rows][16 * count] (rows `stride` apart) of queries [rows][dim] and `count` panels of keys (pages.h). `ahead`:
 // as many panels that will be read next.
-template <class T>
-void score(const float* query, int64_t dim, int64_t rows, const T* const* panels, const T* const* ahead, int64_t count,
+template <class X, class T>
+void score(const X* query, int64_t dim, int64_t rows, const T* const* panels, const T* const* ahead, int64_t count,
            float* scores, int64_t stride) {
     by_strips(rows, [&](auto strip, int64_t r) {
         constexpr int R = decltype(strip)::value;
-        by_vectors<kPanelsAbreast<R, float, T>>(count, 0, [&](auto abreast, int64_t first) {
+        by_vectors<kPanelsAbreast<R, X, T>>(count, 0, [&](auto abreast, int64_t first) {
             multiply_rows<R, decltype(abreast)::value, T>(
                 query + r * dim, dim, [&](int v) { return panels[first + v]; },
                 [&](int v) { return r ? panels[first + v] : ahead[first + v]; }, scores + r * stride + first * kPanel,
