@@ -71,6 +71,13 @@ struct Step<bf16, bf16> {
     }
 };
 
+template <>
+struct Step<bf16, int8_t> : Step<bf16, bf16> {
+    static LaneBits load(const int8_t* from) {
+        return (LaneBits)widened(from) >> 16 | (LaneBits)widened(from + kPanel);  // an int8 is a bfloat16, exactly
+    }
+};
+
 #else
 
 constexpr bool kDotsOfBf16 = false;
@@ -195,21 +202,20 @@ void multiply_groups(const T* x, int64_t rows, int64_t inputs, const W* panel, i
 }
 
 // Without dot products of bfloat16 all is done in floats, which panels of bfloat16 are made into for more than a few rows;
-// int8 has less to be read, and its conversion costs nothing beside that. Dot products take bfloat16 alone.
+// int8 has less to be read, and its conversion costs nothing beside that. Dot products take bfloat16 alone, which int8 is
+// made into as it is read for a few rows, and before for more.
 template <class T, class W>
 void multiply_vectors(const T* x, int64_t rows, int64_t inputs, const W* panel, int64_t panels, float* out,
                       int64_t out_stride) {
-    if constexpr (kDotsOfBf16 && std::is_same_v<T, bf16>) {
-        multiply_groups<bf16>(x, rows, inputs, as_panels<bf16>(panel, panels, inputs), panels, out, out_stride);
-        return;
-    }
-    if constexpr (std::is_same_v<W, bf16>) {
+    constexpr bool kDots = kDotsOfBf16 && std::is_same_v<T, bf16>;
+    typedef std::conditional_t<kDots, bf16, float> X;
+    if constexpr (kDots ? std::is_same_v<W, int8_t> : std::is_same_v<W, bf16>) {
         if (rows > kFewRows) {
-            multiply_groups<float>(x, rows, inputs, as_panels<float>(panel, panels, inputs), panels, out, out_stride);
+            multiply_groups<X>(x, rows, inputs, as_panels<X>(panel, panels, inputs), panels, out, out_stride);
             return;
         }
     }
-    multiply_groups<float>(x, rows, inputs, panel, panels, out, out_stride);
+    multiply_groups<X>(x, rows, inputs, panel, panels, out, out_stride);
 }
 
 }  // namespace baton
