@@ -27,7 +27,7 @@
 
 namespace baton {
 
-constexpr int64_t kKeyBlock = 64;  // keys per block
+constexpr int64_t kKeyBlock = 128;  // keys per block
 constexpr int64_t kSpan = 512;  // keys whose softmax is summed apart and joined to the spans before it
 constexpr int64_t kQueryRows = 144;  // (query, head of the group) pairs per work item, at most
 constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds below which waking threads costs more than it brings
