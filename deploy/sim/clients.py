@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONNECTION_LOST = "connection lost"
 AMPLE_S = 50.0
 """A request with this much time outlives every fault of a world."""
+ROUND_TRIP_DELAYS = 4  # a region is read, said, written and acknowledged
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +212,13 @@ def _cause_of(request: ClientRequest, settings: WorldSettings, faulty: bool) -> 
         case ErrorCode.SESSION_LOST.value:
             return settings.decode_config.lost_session == "fail" and request.session_id != NO_SESSION
         case ErrorCode.DEADLINE_EXCEEDED.value | ErrorCode.DEADLINE_UNREACHABLE.value:
-            return settings.request_timeout_s < AMPLE_S
+            return settings.request_timeout_s < AMPLE_S or _pages_take_long(request, settings)
         case _:
             return request.outcome == CONNECTION_LOST and faulty
+
+
+def _pages_take_long(request: ClientRequest, settings: WorldSettings) -> bool:
+    """When all requests are like this one, and come from one worker in regions of a page."""
+    pages = (settings.requests + settings.conversations) * pages_for_tokens(len(request.prompt), settings.page_size)
+    round_trips = pages / settings.transfer.credit_regions
+    return round_trips * ROUND_TRIP_DELAYS * settings.links.delay_s > settings.request_timeout_s
