@@ -63,6 +63,7 @@ class PlacementWatch:
         self._heard = 0
         self._looked_s = 0.0
         self._listed: frozenset[Stamp] = frozenset()
+        self._gone: frozenset[Stamp] = frozenset()  # since the view before
         self._version = 0
         self._look_at_s = math.inf  # nobody is late before
         self._queued = 0
@@ -86,6 +87,8 @@ class PlacementWatch:
         if isinstance(event, FromPeer) and isinstance(event.body, Submit):
             self._submitted(event.sender, event.body, effects, now)
         self._answered = isinstance(event, FromPeer) and isinstance(event.body, CancelRequest) and event.body.answered
+        if isinstance(event, MembershipView) and event.version >= self._version:
+            self._left(event, now)
         self.says(effects, now)
         self._answered = False
         match event:
@@ -103,8 +106,8 @@ class PlacementWatch:
                 again = [one.body for one in effects if isinstance(one, SendTo) and isinstance(one.body, Output)]
                 from_there = any(_key_of(one) == key and one.first_index <= resume.next_index for one in again)
                 assert from_there, f"{self._name} does not say what {sender} lacks: {resume}"
-            case MembershipView() if event.version >= self._version:
-                self._viewed(event, now)
+            case MembershipView() if event.version == self._version:
+                self._viewed(event)
             case HandOver():
                 assert not self._open, f"{self._name} keeps {list(self._open)} to itself, and leaves"
             case _:
@@ -162,16 +165,19 @@ class PlacementWatch:
             case _:
                 pass
 
-    def _viewed(self, view: MembershipView, now: float) -> None:
+    def _left(self, view: MembershipView, now: float) -> None:
+        """Nobody acknowledges for a gateway that is gone; what is said to it in this event is over at once."""
         listed = frozenset(member.stamp for member in view.members)
-        gone = self._listed - listed
+        self._gone = self._listed - listed
         self._version, self._listed = view.version, listed
-        for key, one in self._open.items():
-            lost = one.gateway in gone or one.gateway.worker in view.silent
-            assert not lost, f"{self._name} goes on with {key} of {one.gateway}, which is gone or silent"
         for key, over in [*self._unheard.items()]:
-            if over.gateway in gone:
+            if over.gateway in self._gone:
                 self._acknowledged(key, over.gateway, now)
+
+    def _viewed(self, view: MembershipView) -> None:
+        for key, one in self._open.items():
+            lost = one.gateway in self._gone or one.gateway.worker in view.silent
+            assert not lost, f"{self._name} goes on with {key} of {one.gateway}, which is gone or silent"
 
     def look(self, now: float) -> None:
         """Now and then: what was due when it was last looked is done by now."""
@@ -216,6 +222,8 @@ class PlacementWatch:
                 self.answered.discard(placement.session_id)  # the turn had what was kept, and nobody has it now
             over = self._unheard[key] = _Over(placement.gateway, now)
             self._remember(key, over)
+            if placement.gateway in self._gone:
+                self._acknowledged(key, placement.gateway, now)
             if len(self._unheard) > self._config.max_queued_requests:
                 oldest = next(iter(self._unheard))
                 self._acknowledged(oldest, self._unheard[oldest].gateway, now)  # it is not said again

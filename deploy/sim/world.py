@@ -609,10 +609,16 @@ def _prompts_take_long(world: World) -> bool:
     return bool(speeds) and tokens / min(speeds) > world.settings.transfer.handoff_ttl_s
 
 
+def _has_heard_of(peer: SimProcess, stamp: Stamp) -> bool:
+    """However often it was told, all of that may have been lost."""
+    view = peer.roster.latest if isinstance(peer, MemberProcess) else None
+    return view is not None and any(member.stamp == stamp for member in view.members)
+
+
 def _assert_no_failure(world: World, details: object) -> None:
     """Where everybody is there, no hand-off fails for want of time or peers: what is lost is sent again. A return may
     take too long: it is given up then."""
-    event = details[1] if isinstance(details, tuple) else None
+    process, event = details if isinstance(details, tuple) else (None, None)
     if isinstance(event, SinkFailed) and event.key.attempt >= 0:
         code = event.failure.code
         transfer = world.settings.transfer
@@ -620,7 +626,8 @@ def _assert_no_failure(world: World, details: object) -> None:
         forgetful = world.settings.links.loss > 0 and transfer.max_tombstones < FEW_TOMBSTONES
         late = code is ErrorCode.DEADLINE_EXCEEDED and not (hurried or forgetful or _prompts_take_long(world))
         broken = code is ErrorCode.INTERNAL and not world.settings.links.region_lost
-        trouble = late or broken or code is ErrorCode.NO_WORKER
+        gone = code is ErrorCode.NO_WORKER and _has_heard_of(world.seats[event.peer], process.stamp)
+        trouble = late or broken or gone
         assert not trouble, f"{event} where everybody was there"
 
 
