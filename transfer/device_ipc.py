@@ -70,7 +70,7 @@ class IpcCopy(Protocol):
 
 
 class IpcDevice(Protocol):
-    """The few calls of a driver that are needed, for one device and the thread that made this."""
+    """The few calls of a driver that are needed, for one device; from one thread at a time."""
 
     def device_id(self) -> bytes:
         """DEVICE_BYTES that no other device has."""
