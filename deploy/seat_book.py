@@ -65,17 +65,20 @@ class SeatBook:
         self._used: dict[WorkerId, int] = {}  # incarnations of seats that are gone
 
     def want(self, specs: Iterable[SeatSpec], now: float) -> None:
-        """These, from now on. The roles of seats that are there stay as they are."""
+        """These, from now on. The roles of seats that are there stay as they are, but where somebody leaves who was not
+        wanted any more: who comes there next was asked for with a role."""
         wanted = {spec.worker: spec for spec in specs}
         self.given_up = None
         self._is_kept = not any(spec.fallback for spec in wanted.values())
         known = {seat.proven for seat in self.seats.values() if seat.proven is not None}
         for worker, seat in self.seats.items():
             spec = wanted.get(worker)
+            comes_anew = seat.surplus and not isinstance(seat.state, Live)
             seat.surplus = spec is None
             if spec is not None and spec.revision != seat.spec.revision:
                 seat.tries = 0
-            seat.spec = replace(spec, role=seat.spec.role) if spec is not None else seat.spec
+            if spec is not None:
+                seat.spec = spec if comes_anew else replace(spec, role=seat.spec.role)
         for worker, spec in wanted.items():
             if worker not in self.seats:
                 last = max(self.first_incarnation - 1, self._used.get(worker, 0))

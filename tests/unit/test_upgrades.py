@@ -183,6 +183,23 @@ def test_more_and_fewer_workers() -> None:
     assert cluster.alive[WorkerId("decode-3")].stamp.incarnation == 2, "C3: an incarnation is given once"
 
 
+def test_a_seat_that_is_wanted_again_has_the_role_that_was_asked_for() -> None:
+    """Somebody with another one, which he had been given before, still leaves there."""
+    cluster = Cluster()
+    cluster.do(cluster.core.change([*SPECS, SeatSpec(WorkerId("decode-2"), "decode")], LIVENESS, cluster.now))
+    cluster.run(10.0)
+    effects = cluster.core.replace_worker(WorkerId("decode-2"), "prefill", cluster.now)
+    assert not isinstance(effects, Refused)
+    cluster.do(effects)
+    cluster.run(10.0)
+    assert cluster.alive[EXTRA.worker].role == "prefill"
+    cluster.core.change(SPECS, LIVENESS, cluster.now)  # told to leave, and has something left to do
+    cluster.upgrade(EXTRA)
+    cluster.do(cluster.core.on_drained(EXTRA.worker, cluster.alive[EXTRA.worker].stamp.incarnation, cluster.now))
+    cluster.run(1.0)
+    assert cluster.alive[EXTRA.worker].role == "decode"
+
+
 def test_who_says_that_it_was_told_to_stop_leaves_and_is_succeeded() -> None:
     cluster = Cluster()
     member = cluster.alive[WorkerId("decode-0")]
