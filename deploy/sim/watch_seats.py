@@ -8,7 +8,7 @@ with what was true when it was given. Owns an account of the orders of one contr
 - S3  Whoever leaves for an upgrade does so when all others are there (C6).
 - S4  Nobody who has not begun by himself is told to leave while no other worker of his role takes requests: one that
       was published, and was told neither to leave nor to die. Seen from what controllers say, not from their seats.
-      But where nobody is to have his role, he need not wait.
+      But where nobody is to be a prefill worker, one need not wait.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LeaveWatch:
         self._going |= {one for one in self._published if (one.worker, one.incarnation) == (worker, incarnation)}
 
     def leaves(self, stamp: Stamp, role: str, wanted: bool) -> None:
-        """`wanted`: somebody is to have that role."""
+        """`wanted`: that role is one that the cluster is to have, or cannot be without."""
         if stamp in self._going:
             return  # told again, by the next controller
         self._going.add(stamp)

@@ -357,7 +357,7 @@ class World:
             return
         self.publications.suspect(worker)
         if not process.load().draining:
-            wanted = process.role in {self._role_of(spec) for spec in self.specs}
+            wanted = process.role != "prefill" or "prefill" in {self._role_of(spec) for spec in self.specs}
             self.leaves.leaves(process.stamp, process.role, wanted)
         self.faulty = self.faulty or timeout_s < SHORT_S
         process.run(process.drain, "drain")

@@ -108,6 +108,20 @@ def test_an_extra_one_goes_where_nobody_is_to_have_its_role() -> None:
     assert not cluster.core.book.changing
 
 
+def test_the_last_decode_worker_stays_though_nobody_is_to_be_one() -> None:
+    """The plan is older than the change of the other one's role."""
+    cluster = Cluster()
+    for worker in ("decode-0", "prefill-1"):
+        effects = cluster.core.replace_worker(WorkerId(worker), "prefill", cluster.now)
+        assert not isinstance(effects, Refused)
+        cluster.do(effects)
+        cluster.run(5.0)
+    cluster.do(cluster.core.change(SPECS[:3], LIVENESS, cluster.now))
+    cluster.run(10.0)
+    assert cluster.alive[WorkerId("decode-1")].role == "decode"
+    assert cluster.core.book.changing
+
+
 @pytest.mark.parametrize("extra", [(), (EXTRA,)])
 def test_a_revision_that_does_not_come_up_is_given_up(extra: tuple[SeatSpec, ...]) -> None:
     cluster = Cluster(broken=frozenset({2}))
