@@ -110,8 +110,8 @@ class SeatBook:
         return any(isinstance(one.state, Live) for one in stay)
 
     def may_leave(self, seat: Seat) -> bool:
-        """Who is not wanted any more waits for another one of its role; a prefill worker not where nobody is to have that
-        role: decode workers do without. (Who had it may have been forgotten with the controller that gave it to him.)"""
+        """Who is not wanted any more waits for another one of its role. A prefill worker does not where nobody is to be
+        one: decode workers do without. (Who was one may be forgotten with the controller that had made him one.)"""
         wanted = any(one.spec.role == seat.spec.role and not self.is_surplus(one) for one in self.seats.values())
         return self.has_peer(seat) or (seat.spec.role == "prefill" and not wanted)
 
