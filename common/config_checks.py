@@ -45,16 +45,14 @@ def validate(config: ClusterConfig) -> None:
         raise ConfigError("cluster", config.cluster, reason)
     if config.kv.page_size not in PAGE_SIZES:
         raise ConfigError("kv.page_size", config.kv.page_size, f"must be one of {', '.join(map(str, PAGE_SIZES))}")
+    known_lanes = (*LANES, *DEVICE_LANES)
     for lane in config.transfer.lanes:
-        if lane not in (*LANES, *DEVICE_LANES):
-            near = difflib.get_close_matches(lane, (*LANES, *DEVICE_LANES), n=1)
+        if lane not in known_lanes:
+            near = difflib.get_close_matches(lane, known_lanes, n=1)
             raise ConfigError("transfer.lanes", lane, "no such lane", f"did you mean {near[0]}?" if near else "")
     if not config.transfer.lanes:
         raise ConfigError(
-            "transfer.lanes",
-            config.transfer.lanes,
-            "at least one lane is needed",
-            f"of {', '.join((*LANES, *DEVICE_LANES))}",
+            "transfer.lanes", config.transfer.lanes, "at least one lane is needed", f"of {', '.join(known_lanes)}"
         )
     if config.transfer.staging_ring_bytes < config.transfer.region_bytes * config.transfer.credit_regions:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """CUDA's driver for `device_ipc.py`, by ctypes: handles of allocations, mappings, and copies on a stream of their own.
 
 Owns: one stream, the events of copies under way, and a hold on the device's primary context (torch's own). Never: an
-allocation, or a wait but in `IpcCopy.wait` and where an event
-cannot be recorded. Calls come from one thread at a time, which need not be the one that made it: a context is a
-thread's own, and is set for each that calls. Not yet run on a GPU.
+allocation, or a wait but in `IpcCopy.wait` and where an event cannot be recorded. Calls come from one thread at a time,
+which need not be the one that made it: a context is a thread's own, and is set for each that calls. Not yet run on a
+GPU.
 """
 
 from __future__ import annotations
